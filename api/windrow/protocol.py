@@ -67,6 +67,7 @@ class JobProgress:
     allocator_requested_bytes: int = 0
     sharing: str = ""  # of a GPU with decode: "spatial", "temporal"
     sharing_reason: str = ""
+    sharing_code: str = ""  # as a reason of the condition SharedInSpace
 
 
 @dataclass(frozen=True, slots=True)

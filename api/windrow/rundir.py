@@ -7,7 +7,6 @@ It has one agent's socket, and of each slot files of its own.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +32,8 @@ ENV_METRICS_PORT = "WINDROW_METRICS_PORT"  # S: port of the agent's Prometheus e
 
 # S D: how decode and workers may share the GPU: auto (default), spatial or temporal
 ENV_SHARING = "WINDROW_SHARING"
+# D, optional: seconds that decode's start waits for the MPS daemon at most (2)
+ENV_MPS_WAIT = "WINDROW_MPS_WAIT_SECONDS"
 ENV_MPS = "WINDROW_MPS"  # S, of operators before WINDROW_SHARING: off for temporal
 # S: how its container sees GPUs, where that may be more than decode's: env, or mps of the node
 ENV_GPU_ACCESS = "WINDROW_GPU_ACCESS"
@@ -113,24 +114,13 @@ class RunDir:
 
     @property
     def mps_folder(self) -> Path:
-        """Pipes and logs of the private MPS daemon, where the sidecar has started one."""
+        """Pipes and logs of the private MPS daemon, where decode's start has brought one up."""
         return self.root / "mps"
 
     @property
-    def mps_environment(self) -> Path:
-        """JSON: the variables that make a process a client of that daemon; there while it runs.
-
-        To be set before the process first uses CUDA (`read_mps_environment`).
-        """
+    def mps_note(self) -> Path:
+        """JSON: how to join that daemon, for the agent (`windrow_sidecar.compute.mps_joining`)."""
         return self.root / "mps.json"
-
-    def read_mps_environment(self) -> dict[str, str]:
-        """Return those variables; none where no daemon runs."""
-        try:
-            found: dict[str, str] = json.loads(self.mps_environment.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        return found
 
     def job_dir(self, job_uid: str) -> Path:
         """Scratch of one job: its spec as the worker reads it, logs."""

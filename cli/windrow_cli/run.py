@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from typing import Annotated
 import typer
 
 from windrow.errors import UserError
-from windrow.rundir import DEFAULT_RUN_DIR, ENV_RUN_DIR
+from windrow.rundir import DEFAULT_RUN_DIR, ENV_RUN_DIR, ENV_SHARING
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # What a supervisor sends. SIGKILL and SIGSTOP cannot be passed on.
@@ -26,6 +28,8 @@ _FORWARDED = (
 )
 # How long processes that the command has left behind may take to end by themselves.
 _LEFT_BEHIND_S = 5.0
+# The program of NVIDIA's MPS daemon, and how long bringing it up may take with a process's start.
+_MPS_CONTROL, _MPS_WITHIN_S = "nvidia-cuda-mps-control", 4.0
 
 
 def run(
@@ -43,6 +47,7 @@ def run(
     Example: windrow run -- python -m sglang.launch_server --disaggregation-mode decode ...
     """
     environment = {**os.environ}
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent becomes ours
     if run_dir is not None:
         if not run_dir.is_dir():
             raise UserError(
@@ -53,7 +58,27 @@ def run(
         environment[ENV_RUN_DIR] = str(run_dir)
     elif ENV_RUN_DIR not in environment and DEFAULT_RUN_DIR.is_dir():
         environment[ENV_RUN_DIR] = str(DEFAULT_RUN_DIR)
+    environment |= _mps_variables(environment)
     raise SystemExit(supervise(command, environment))
+
+
+def _mps_variables(environment: dict[str, str]) -> dict[str, str]:
+    """Have the pod's MPS daemon brought up, so that the server's processes are its clients.
+
+    Returns the variables that they need; none where this cannot be done, and the server runs so.
+    """
+    wanted = ENV_RUN_DIR in environment and environment.get(ENV_SHARING) != "temporal"
+    if not wanted or shutil.which(_MPS_CONTROL, path=environment.get("PATH")) is None:
+        return {}
+    starter = [sys.executable, "-m", "windrow_sidecar.compute.mps_start"]
+    try:
+        done = subprocess.run(
+            starter, env=environment, stdout=subprocess.PIPE, timeout=_MPS_WITHIN_S, check=False
+        )
+        found: dict[str, str] = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return {}
+    return found
 
 
 def supervise(command: list[str], environment: dict[str, str]) -> int:

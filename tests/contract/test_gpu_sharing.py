@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from windrow.conditions import Reason
+from windrow.errors import UserError
 from windrow.proto import agent_pb2, attach_pb2
 from windrow.rundir import RunDir
 from windrow_sidecar.agent.channel import OutgoingQueue
 from windrow_sidecar.agent.flags import parse_settings
-from windrow_sidecar.agent.gpu_sharing import SWITCHED_OFF, GpuSharing, probe_gpu
+from windrow_sidecar.agent.gpu_sharing import GpuSharing, probe_gpu
 from windrow_sidecar.agent.job_run import JobRun
 from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
@@ -32,7 +34,8 @@ from windrow_sidecar.agent.worker_process import (
 )
 from windrow_sidecar.agent.worker_supervisor import WorkerSupervisor
 from windrow_sidecar.compute.mps import CONTROL, MpsDaemon
-from windrow_sidecar.compute.sharing import Sharing, choose_sharing, probe
+from windrow_sidecar.compute.mps_joining import DaemonNote
+from windrow_sidecar.compute.sharing import choose_sharing, probe
 from windrow_sidecar.compute.survey import Survey, survey
 from windrow_sidecar.compute.utilization import visible_device
 
@@ -50,22 +53,40 @@ class Pod:
         self.control.symlink_to(FAKE)
         self.changed = asyncio.Event()
         self.open: list[GpuSharing] = []
+        self.started: list[MpsDaemon] = []
 
     def daemon(self) -> MpsDaemon:
         return MpsDaemon(self.run_dir.mps_folder, control=str(self.control))
 
-    async def share(
-        self, found: Survey, daemon: MpsDaemon | None, *, connects: bool = True
-    ) -> GpuSharing:
+    def decode_starts(self) -> MpsDaemon:
+        """What decode's start does, up to its note; it is this process."""
+        daemon = self.daemon()
+        self.started.append(daemon)
+        daemon.start()
+        DaemonNote.here(daemon.environment).write(self.run_dir)
+        return daemon
+
+    async def share(self, found: Survey, **options: object) -> GpuSharing:
         async def found_so(environment: Mapping[str, str]) -> Survey:
-            return replace(found, is_mps_client=connects and PIPE in environment)
+            return found
 
         made = GpuSharing(
-            self.run_dir, daemon, probe=found_so, changed=self.changed.set, every_s=0.01
+            self.run_dir,
+            self.daemon(),
+            probe=found_so,
+            changed=self.changed.set,
+            every_s=0.01,
+            **options,
         )
         await made.start()
         self.open.append(made)
         return made
+
+    async def joined(self) -> GpuSharing:
+        """An agent beside a decode that has started and called."""
+        sharing = await self.share(GPU)
+        await sharing.join()
+        return sharing
 
     def put_clients(self, *pids: int) -> None:
         (self.run_dir.mps_folder / "pipe" / "clients").write_text("\n".join(map(str, pids)))
@@ -75,68 +96,140 @@ class Pod:
 async def pod(run_dir) -> AsyncIterator[Pod]:
     made = Pod(run_dir)
     yield made
-    if (made.run_dir.mps_folder / "pipe").is_dir():
-        made.put_clients()
     for sharing in made.open:
         await sharing.close()
+    for daemon in made.started:
+        daemon.abandon()
 
 
-async def test_a_gpu_with_shares_gets_a_daemon_and_its_environment_is_told(pod):
-    sharing = await pod.share(GPU, pod.daemon())
-    assert sharing.sharing.mode == "spatial"
-    told = pod.run_dir.read_mps_environment()
-    assert told["CUDA_MPS_PIPE_DIRECTORY"] == str(pod.run_dir.mps_folder / "pipe")
+async def test_the_agent_joins_the_daemon_of_decodes_start_once_decode_calls(cuda_standin, pod):
+    pod.decode_starts()
+    sharing = await pod.share(GPU)
+    assert (sharing.sharing.mode, sharing.sharing.code) == ("temporal", Reason.NO_WORKER_YET)
+    assert sharing.worker_environment == {}
+    await sharing.join()
+    assert (sharing.sharing.mode, sharing.sharing.code) == ("spatial", Reason.MPS_CLIENTS)
+    assert sharing.worker_environment[PIPE] == str(pod.run_dir.mps_folder / "pipe")
+    ground = WorkerGround(mps=tuple(sharing.worker_environment.items()))
     settings = AgentSettings(pod.run_dir)
-    assert told.items() <= worker_environment(settings).items()
-    await sharing.close()
-    assert pod.run_dir.read_mps_environment() == {}
-    assert "CUDA_MPS_PIPE_DIRECTORY" not in worker_environment(settings)
+    assert PIPE in worker_environment(settings, ground)
+    assert PIPE not in worker_environment(settings)
 
 
-async def test_without_shares_of_sms_no_daemon_is_started(pod):
-    found = Survey(gpu="an old GPU", units=80, green_missing="its driver knows none")
-    sharing = await pod.share(found, pod.daemon())
-    assert sharing.sharing == Sharing("temporal", "no green contexts: its driver knows none")
-    assert not pod.run_dir.mps_folder.exists()
+async def test_without_shares_of_sms_nothing_is_joined(pod):
+    pod.decode_starts()
+    sharing = await pod.share(Survey(gpu="old", units=80, green_missing="its driver knows none"))
+    assert sharing.sharing.reason == "no green contexts: its driver knows none"
+    assert sharing.sharing.code == Reason.NO_GREEN_CONTEXTS
 
 
-async def test_switched_off_it_is_shared_in_time(pod):
-    sharing = await pod.share(GPU, None)
-    assert sharing.sharing == Sharing("temporal", f"no MPS daemon: {SWITCHED_OFF}")
+async def test_a_policy_that_says_temporal_joins_nothing(pod):
+    pod.decode_starts()
+    sharing = await pod.share(GPU, in_time=True)
+    await sharing.join()
+    assert (sharing.sharing.mode, sharing.sharing.code) == ("temporal", Reason.POLICY_TEMPORAL)
 
 
-async def test_a_program_that_is_missing_is_the_reason(pod):
-    missing = MpsDaemon(pod.run_dir.mps_folder, control="no-such-mps-control")
-    sharing = await pod.share(GPU, missing)
-    assert sharing.sharing.mode == "temporal"
-    assert "no-such-mps-control is not on PATH" in sharing.sharing.reason
-    assert pod.run_dir.read_mps_environment() == {}
+async def test_where_decode_left_no_note_that_is_the_reason(pod):
+    assert (await pod.joined()).sharing.code == Reason.NO_MPS_DAEMON
 
 
-async def test_where_no_process_becomes_a_client_the_daemon_goes_and_the_reason_is_told(pod):
-    daemon = pod.daemon()
-    sharing = await pod.share(GPU, daemon, connects=False)
-    assert sharing.sharing.mode == "temporal"
-    assert "was to be a client of the daemon was none" in sharing.sharing.reason
-    assert not daemon.alive()
-    assert pod.run_dir.read_mps_environment() == {}
+async def test_a_daemon_that_does_not_answer_is_the_reason(pod):
+    daemon = pod.decode_starts()
+    daemon._process.kill()
+    daemon._process.wait()
+    assert (await pod.joined()).sharing.code == Reason.MPS_ENDED
 
 
-async def test_clients_of_a_daemon_that_is_taken_over_prove_it_and_nobody_else_is_tried(pod):
-    first = pod.daemon()
-    first.start()
-    pod.put_clients(41)
-    sharing = await pod.share(GPU, pod.daemon(), connects=False)
+@pytest.mark.parametrize(
+    ("field", "value", "code"),
+    [
+        ("shared_memory", "1:2", Reason.OTHER_SHARED_MEMORY),
+        ("uid", 65534, Reason.OTHER_USER),
+        ("environment", {PIPE: "/nowhere/pipe"}, Reason.OTHER_PIPE_DIRECTORY),
+    ],
+)
+async def test_a_container_that_lacks_a_condition_says_which(pod, field, value, code):
+    pod.decode_starts()
+    replace(DaemonNote.read(pod.run_dir), **{field: value}).write(pod.run_dir)
+    sharing = await pod.joined()
+    assert (sharing.sharing.mode, sharing.sharing.code) == ("temporal", code)
+
+
+async def test_a_sidecar_without_the_daemons_program_says_so(pod):
+    pod.decode_starts()
+    sharing = await pod.share(GPU)
+    sharing._daemon = MpsDaemon(pod.run_dir.mps_folder, control="no-such-mps-control")
+    await sharing.join()
+    assert sharing.sharing.code == Reason.MPS_MISSING
+    assert "sidecar's container" in sharing.sharing.reason
+
+
+async def test_a_trial_that_hangs_is_killed_and_workers_run_in_turn(cuda_standin, pod):
+    pod.decode_starts()
+    (pod.run_dir.mps_folder / "pipe" / "hang").touch()
+    sharing = await pod.share(GPU, trial_within_s=0.5)
+    await sharing.join()
+    assert sharing.sharing.code == Reason.MPS_CLIENT_HANGS
+
+
+async def test_a_process_that_runs_without_the_daemon_is_the_reason(cuda_standin, pod, monkeypatch):
+    monkeypatch.setenv("WINDROW_STANDIN_MPS", "0")
+    pod.decode_starts()
+    assert (await pod.joined()).sharing.code == Reason.MPS_NOT_CONNECTED
+
+
+async def test_a_daemon_that_does_not_know_the_sidecars_process_is_not_joined(
+    cuda_standin, pod, monkeypatch
+):
+    monkeypatch.setenv("WINDROW_STANDIN_MPS", "1")  # a client that no list names
+    pod.decode_starts()
+    (pod.run_dir.mps_folder / "pipe" / "joined").mkdir()
+    sharing = await pod.joined()
+    assert sharing.sharing.code == Reason.CLIENT_UNKNOWN
+
+
+async def test_a_restart_of_decode_is_joined_again(cuda_standin, pod):
+    first = pod.decode_starts()
+    sharing = await pod.joined()
+    first.stop()
+    await asyncio.wait_for(pod.changed.wait(), 20)
+    assert sharing.sharing.code == Reason.MPS_ENDED
+    assert sharing.worker_environment == {}
+    pod.decode_starts()
+    await sharing.join()
     assert sharing.sharing.mode == "spatial"
-    assert pod.run_dir.read_mps_environment()
-    assert first.alive()
+
+
+async def test_a_restart_of_the_agent_finds_the_daemon_again(cuda_standin, pod):
+    daemon = pod.decode_starts()
+    await (await pod.joined()).close()
+    assert daemon.alive(), "it is decode's"
+    pod.put_clients(41)
+    again = await pod.share(GPU)
+    await again.end_client(41)
+    assert 41 not in daemon.clients().get(100, []), "an earlier agent's worker is ended through it"
+    await again.join()
+    assert again.sharing.mode == "spatial"
+
+
+async def test_the_daemon_of_a_decode_that_is_gone_quits_with_the_agent(pod):
+    daemon = pod.decode_starts()
+    ended = await asyncio.create_subprocess_exec("true")
+    await ended.wait()
+    replace(DaemonNote.read(pod.run_dir), starter=ended.pid).write(pod.run_dir)
+    sharing = await pod.share(GPU)
+    pod.put_clients(41)
+    await sharing.close()
+    assert daemon.alive(), "somebody uses it"
     pod.put_clients()
     await sharing.close()
-    first._process.wait(20)
+    daemon._process.wait(20)
 
 
-async def test_an_engine_that_is_no_client_has_workers_run_in_turn(pod):
-    sharing = await pod.share(GPU, pod.daemon())
+async def test_an_engine_that_is_no_client_has_workers_run_in_turn(cuda_standin, pod):
+    pod.decode_starts()
+    sharing = await pod.share(GPU)
     slot = AgentSlot(
         0,
         AgentSettings(pod.run_dir),
@@ -147,10 +240,14 @@ async def test_an_engine_that_is_no_client_has_workers_run_in_turn(pod):
     hello = agent_pb2.EngineHello(driver="cuda", sharing="spatial")
     await slot.engine_attached(hello, OutgoingQueue[agent_pb2.EngineCommand]())
     assert slot.facts().sharing == "spatial"
-    hello = agent_pb2.EngineHello(driver="cuda", sharing="temporal", sharing_reason="no client")
+    assert PIPE in worker_environment(AgentSettings(pod.run_dir), slot._standby.ground)
+    hello = agent_pb2.EngineHello(
+        driver="cuda", sharing="temporal", sharing_reason="no client", sharing_code="MpsTooLate"
+    )
     await slot.engine_attached(hello, OutgoingQueue[agent_pb2.EngineCommand]())
     assert slot.facts().sharing == "temporal"
     assert slot.facts().sharing_reason == "decode shares it so: no client"
+    assert slot.facts().sharing_code == Reason.MPS_TOO_LATE
     assert PIPE not in worker_environment(AgentSettings(pod.run_dir), slot._standby.ground)
     other = AgentSlot(
         1, AgentSettings(pod.run_dir), EventOutbox(), on_facts=lambda: None, gpus=sharing
@@ -182,7 +279,7 @@ async def test_an_engine_that_is_no_client_has_workers_run_in_turn(pod):
 async def test_a_sidecar_that_does_not_see_decodes_gpu_says_so_in_its_facts(
     pod, found, hello, unseen
 ):
-    sharing = await pod.share(found, None)
+    sharing = await pod.share(found)
     slot = AgentSlot(
         0, AgentSettings(pod.run_dir), EventOutbox(), on_facts=lambda: None, gpus=sharing
     )
@@ -227,43 +324,13 @@ async def test_a_worker_that_waits_on_another_gpu_than_decodes_ends(run_dir, mon
 
 
 async def test_without_a_gpu_there_is_nothing_to_share(pod):
-    sharing = await pod.share(Survey(why="no driver"), pod.daemon())
+    sharing = await pod.share(Survey(why="no driver"))
     assert sharing.sharing is None
     assert not pod.run_dir.mps_folder.exists()
 
 
-async def test_a_daemon_that_ends_is_told_and_workers_run_in_turn_from_then_on(pod):
-    daemon = pod.daemon()
-    sharing = await pod.share(GPU, daemon)
-    daemon._process.kill()
-    await asyncio.wait_for(pod.changed.wait(), 20)
-    assert sharing.sharing.mode == "temporal"
-    assert "the MPS daemon has ended" in sharing.sharing.reason
-    assert pod.run_dir.read_mps_environment() == {}
-    assert not daemon.alive(), "it is not started again: decode would not be its client"
-
-
-async def test_while_decode_is_its_client_the_daemon_outlives_the_agent_and_is_taken_over(pod):
-    first = pod.daemon()
-    sharing = await pod.share(GPU, first)
-    pod.put_clients(41)
-    await sharing.close()
-    assert first.alive()
-    assert pod.run_dir.read_mps_environment()
-
-    second = pod.daemon()
-    again = await pod.share(GPU, second)
-    assert again.sharing.mode == "spatial"
-    assert second._process is None, "none was started beside it"
-    assert second.clients() == {100: [41]}
-    pod.put_clients()
-    await again.close()
-    first._process.wait(20)
-    assert pod.run_dir.read_mps_environment() == {}
-
-
 async def test_the_slots_facts_tell_how_its_gpu_is_shared(pod):
-    sharing = await pod.share(GPU, None)
+    sharing = await pod.share(GPU, in_time=True)
     slot = AgentSlot(
         0,
         AgentSettings(pod.run_dir),
@@ -273,16 +340,30 @@ async def test_the_slots_facts_tell_how_its_gpu_is_shared(pod):
     )
     slot.hello = agent_pb2.EngineHello(driver="cuda")
     assert slot.facts().sharing == "temporal"
-    assert SWITCHED_OFF in slot.facts().sharing_reason
+    assert "the policy says sharing: temporal" in slot.facts().sharing_reason
+    assert slot.facts().sharing_code == Reason.POLICY_TEMPORAL
     slot.hello = agent_pb2.EngineHello(driver="host")
     assert slot.facts().sharing == slot.facts().sharing_reason == ""
 
 
-@pytest.mark.parametrize(("said", "wanted"), [("auto", True), ("off", False)])
-def test_mps_is_switched_by_flag_and_environment(run_dir, said, wanted):
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({}, "auto"),
+        ({"WINDROW_SHARING": "spatial"}, "spatial"),
+        ({"WINDROW_MPS": "off"}, "temporal"),
+        ({"WINDROW_MPS": "off", "WINDROW_SHARING": "auto"}, "auto"),
+    ],
+)
+def test_sharing_is_chosen_by_flag_and_environment(run_dir, variables, wanted):
     flags = ["--run-dir", str(run_dir)]
-    assert parse_settings([*flags, "--mps", said], {}).mps is wanted
-    assert parse_settings(flags, {"WINDROW_MPS": said}).mps is wanted
+    assert parse_settings(flags, variables).sharing == wanted
+    assert parse_settings([*flags, "--sharing", "temporal"], variables).sharing == "temporal"
+
+
+def test_another_way_to_share_is_refused(run_dir):
+    with pytest.raises(UserError, match="'off' is not a valid way to share a GPU"):
+        parse_settings(["--run-dir", str(run_dir), "--sharing", "off"], {})
 
 
 def test_a_process_is_a_client_where_its_environment_and_the_driver_say_so(
@@ -302,9 +383,12 @@ def test_a_process_is_a_client_where_its_environment_and_the_driver_say_so(
     assert there.mode == "spatial"
 
 
-async def test_a_worker_that_is_no_client_beside_decode_that_is_one_is_told_in_the_facts(pod):
+async def test_a_worker_that_is_no_client_beside_decode_that_is_one_is_told_in_the_facts(
+    cuda_standin, pod
+):
     """Decode grants it the whole GPU while it idles: see `test_inflight`."""
-    sharing, told = await pod.share(GPU, pod.daemon()), []
+    pod.decode_starts()
+    sharing, told = await pod.share(GPU), []
     slot = AgentSlot(
         0,
         AgentSettings(pod.run_dir),
@@ -329,7 +413,8 @@ async def test_a_worker_that_is_no_client_beside_decode_that_is_one_is_told_in_t
 
 
 async def test_the_gpu_work_of_a_client_is_ended_before_it_is_killed(pod, tmp_path):
-    sharing = await pod.share(GPU, pod.daemon())
+    pod.decode_starts()
+    sharing = await pod.share(GPU)
     order: list[str] = []
     environ = AgentSettings(pod.run_dir, grace_s=0.05)
     supervisor = WorkerSupervisor(
@@ -341,7 +426,7 @@ async def test_the_gpu_work_of_a_client_is_ended_before_it_is_killed(pod, tmp_pa
     supervisor._process = WorkerProcess(sleeper, log, WorkerLogFollower(log, "default/tone"))
     clients = pod.run_dir.mps_folder / "pipe" / "clients"
     kill = supervisor._process.kill
-    supervisor._process.kill = lambda: (order.append(clients.read_text()), kill())
+    supervisor._process.kill = lambda: (order.append(clients.read_text().strip()), kill())
     supervisor.kill_for(JobRun(environ, attach_pb2.Assign(), EventOutbox(), supervisor))
     assert await asyncio.wait_for(sleeper.wait(), 20) == -signal.SIGKILL
     assert order == ["41"], "the daemon was told before the process was killed"
@@ -370,14 +455,6 @@ async def test_a_client_of_the_daemon_that_was_started_finds_itself_one(cuda_sta
     assert (await probe_gpu(daemon.environment)).is_mps_client
     daemon.stop()
     assert not (await probe_gpu(daemon.environment)).is_mps_client
-
-
-async def test_what_the_agent_starts_is_tried_by_a_real_process(cuda_standin, pod):
-    sharing = GpuSharing(pod.run_dir, pod.daemon())
-    pod.open.append(sharing)
-    await sharing.start()
-    assert sharing.sharing.mode == "spatial"
-    assert pod.run_dir.read_mps_environment()
 
 
 def test_doctor_shows_how_the_gpu_would_be_shared(cuda_standin, run_dir):
@@ -454,5 +531,5 @@ async def test_a_daemon_of_the_nodes_is_used_and_none_is_started(pod, is_client)
     assert sharing.sharing.mode == ("spatial" if is_client else "temporal")
     assert is_client or "did not become a client of the node's daemon" in sharing.sharing.reason
     assert not pod.run_dir.mps_folder.exists()
-    assert not pod.run_dir.mps_environment.exists()
+    assert not pod.run_dir.mps_note.exists()
     await sharing.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -87,8 +88,7 @@ def test_a_daemon_that_died_is_seen_and_may_be_started_again(daemon, run_dir):
     assert not daemon.alive()
     with pytest.raises(Transient, match="Cannot find MPS control daemon"):
         daemon.servers()
-    (run_dir / "mps" / "pipe" / "control").unlink()
-    daemon.start()
+    daemon.start()  # over the pipes that the dead one has left
     assert daemon.alive()
 
 
@@ -113,6 +113,56 @@ def test_a_daemon_that_does_not_answer_in_time_is_ended(run_dir):
 
 def test_a_machine_without_mps_is_told_what_to_do(run_dir):
     daemon = MpsDaemon(run_dir / "mps", control="no-such-mps-control")
-    with pytest.raises(UserError, match="mps off") as error:
+    with pytest.raises(UserError, match="sharing temporal") as error:
         daemon.start()
     assert error.value.reason == "MpsMissing"
+
+
+def namespace_of(pid: int) -> str:
+    return os.readlink(f"/proc/{pid}/ns/pid").strip("pid:[]")
+
+
+def put_rows(run_dir: Path, *rows: tuple[int, str]) -> None:
+    text = "".join(f"{pid} {namespace}\n" for pid, namespace in rows)
+    (run_dir / "mps" / "pipe" / "clients").write_text(text)
+
+
+def test_a_client_of_another_pid_namespace_is_found_by_its_number_there(daemon, run_dir):
+    """A number may be two processes: here the worker's own and one of decode's."""
+    apart = ["unshare", "--pid", "--fork", "--kill-child"]
+    tried = subprocess.run([*apart, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no PID namespaces here: {tried.stderr.strip()}")
+    daemon.start()
+    shell = "echo started; exec sleep 60"
+    with subprocess.Popen([*apart, "sh", "-c", shell], stdout=subprocess.PIPE) as outer:
+        assert outer.stdout.readline() == b"started\n"
+        children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
+        worker = int(children[0])
+        try:
+            # The worker is 1 in its namespace; decode has a process 1 too, and one of the
+            # worker's number outside.
+            put_rows(run_dir, (1, "4026500000"), (worker, "4026500000"), (1, namespace_of(worker)))
+            found = daemon.find_client(worker, shares_namespace=False)
+            assert (found.server, found.pid) == (100, 1)
+            put_rows(run_dir, (1, "4026500000"), (worker, "4026500000"))
+            assert daemon.find_client(worker, shares_namespace=False) is None
+            assert not daemon.terminate_client(worker, shares_namespace=False)
+            assert daemon.clients() == {100: [1, worker]}, "decode's are left alone"
+        finally:
+            outer.kill()
+
+
+def test_a_client_of_the_daemons_own_namespace_is_found_by_its_number(daemon, run_dir):
+    daemon.start()
+    put_rows(run_dir, (os.getpid(), namespace_of(os.getpid())))
+    for shares in (True, False):
+        assert daemon.find_client(os.getpid(), shares_namespace=shares).pid == os.getpid()
+
+
+def test_a_daemon_whose_list_of_processes_has_no_namespaces_names_nobody(run_dir):
+    control = run_dir / CONTROL
+    control.write_text('#!/bin/sh\nread -r line\n[ "$line" = ps ] && echo "PID SERVER"\nexit 0\n')
+    control.chmod(0o755)
+    daemon = MpsDaemon(run_dir / "mps", control=str(control))
+    assert daemon.find_client(os.getpid(), shares_namespace=False) is None

@@ -1,6 +1,5 @@
 // Devices and contexts: one primary context for all devices, a stack of current contexts per
 // thread.
-#include <unistd.h>
 
 #include <array>
 #include <cstdlib>
@@ -21,12 +20,6 @@ Result require_device(cuda::Device device) {
   }
   return is_visible(device) ? cuda::kSuccess
                             : refuse(cuda::kInvalidDevice, "a device that is not there");
-}
-
-// A client looks for the daemon in its pipe folder, and runs without MPS where there is none.
-bool finds_mps_daemon() {
-  const char* folder = std::getenv("CUDA_MPS_PIPE_DIRECTORY");
-  return folder != nullptr && ::access((std::string(folder) + "/control").c_str(), F_OK) == 0;
 }
 
 }  // namespace
@@ -125,6 +118,9 @@ Result cuGetErrorString(Result result, const char** text) {
 Result cuDeviceGetCount(int* count) {
   const std::scoped_lock lock(state().mutex);
   *count = static_cast<int>(state().visible.size());
+  if (!state().initialized) {
+    return cuda::kNotInitialized;  // an answer, to whoever asks whether this process uses CUDA
+  }
   return enter();
 }
 
@@ -168,7 +164,7 @@ Result cuDeviceGetAttribute(int* value, cuda::DeviceAttribute attribute, cuda::D
       *value = state().rdma ? 1 : 0;
       break;
     case cuda::DeviceAttribute::kMpsEnabled:
-      *value = static_cast<int>(setting("WINDROW_STANDIN_MPS", finds_mps_daemon() ? 1 : 0));
+      *value = static_cast<int>(setting("WINDROW_STANDIN_MPS", state().is_mps_client ? 1 : 0));
       break;
     default:
       *value = 1;

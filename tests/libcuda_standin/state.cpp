@@ -1,12 +1,41 @@
 #include "state.h"
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <sstream>
+#include <string>
 #include <utility>
 
 namespace windrow::standin {
 namespace {
+
+// A process looks once for the daemon in its pipe folder, and runs without MPS where there is none.
+// The server queues clients of another user: their cuInit does not return. A client's line in
+// `joined` is what the daemon's stand-in reports of it: number and PID namespace, as it sees them.
+bool joins_mps_daemon() {
+  const char* folder = std::getenv("CUDA_MPS_PIPE_DIRECTORY");
+  if (folder == nullptr) {
+    return false;
+  }
+  const std::string pipes = folder;
+  struct stat control {};
+  if (::stat((pipes + "/control").c_str(), &control) != 0) {
+    return false;
+  }
+  while (control.st_uid != ::getuid() || ::access((pipes + "/hang").c_str(), F_OK) == 0) {
+    ::pause();
+  }
+  struct stat space {};
+  if (::stat("/proc/self/ns/pid", &space) == 0) {
+    std::ofstream joined(pipes + "/joined", std::ios::app);
+    joined << std::to_string(::getpid()) + " " + std::to_string(space.st_ino) + "\n";
+  }
+  return true;
+}
 
 Counts count() {
   State& s = state();
@@ -157,6 +186,9 @@ __attribute__((visibility("default"))) Result cuInit(unsigned flags) {
   // libcuda takes itself down at the process's exit, before what was there before its cuInit.
   if (!s.initialized && std::atexit([] { state().is_gone = true; }) != 0) {
     return windrow::cuda::kOutOfMemory;
+  }
+  if (!s.initialized) {
+    s.is_mps_client = joins_mps_daemon();
   }
   s.initialized = true;
   return flags == 0 ? windrow::cuda::kSuccess : windrow::cuda::kInvalidValue;

@@ -72,6 +72,7 @@ struct EventState {
 struct State {
   std::mutex mutex;
   bool initialized = false;
+  bool is_mps_client = false;  // settled at the first cuInit, for as long as the process lives
   // Of the simulated device and its driver; tests set them by the environment before cuInit.
   std::size_t granularity = 2 << 20;
   std::size_t memory = std::size_t{8} << 30;

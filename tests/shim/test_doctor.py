@@ -102,7 +102,7 @@ gpu_check.main()
     said = shim.run(code, **environ)
     assert said.startswith("False between two clients of the daemon, ")
     assert "the import was refused" in said
-    assert "--mps off" in said
+    assert "sharing: temporal" in said
 
 
 def test_a_process_that_mps_did_not_connect_is_found_out(shim, tmp_path):

@@ -25,6 +25,7 @@ from windrow.rundir import (
     ENV_POD_NAMESPACE,
     ENV_POD_UID,
     ENV_RUN_DIR,
+    ENV_SHARING,
     ENV_TOKEN_FILE,
     RunDir,
 )
@@ -70,7 +71,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
         max_jobs=_jobs(args.max_jobs),
         copy_rate=_copy_rate(args.copy_rate),
         gpu_access=args.gpu_access,
-        mps=_mps(args.mps),
+        sharing=_sharing(args.sharing),
         output_trees=tuple(tree for tree in args.output_trees.split(":") if tree),
         standby=args.standby,
         grace_s=args.grace_seconds,
@@ -162,11 +163,13 @@ class _Flags:
             "alone; mps: so, and an MPS daemon of the node's is used",
             "",
         )
+        older = "temporal" if self._environ.get(ENV_MPS) == "off" else "auto"
         self._add(
-            "--mps",
-            ENV_MPS,
-            "auto: start a private MPS daemon where the GPU can be shared; off",
-            "auto",
+            "--sharing",
+            ENV_SHARING,
+            "of the GPU; auto, spatial: in space, under the MPS daemon that decode's start has "
+            "brought up; temporal: in turn",
+            older,
         )
         self.parser.add_argument(
             "--standby",
@@ -219,10 +222,14 @@ def _jobs(text: str) -> int:
     return int(text)
 
 
-def _mps(text: str) -> bool:
-    if text not in ("auto", "off"):
-        raise UserError(f"{text!r} says nothing of MPS", field=ENV_MPS, remedy="Write auto or off.")
-    return text == "auto"
+def _sharing(text: str) -> str:
+    if text not in ("auto", "spatial", "temporal"):
+        raise UserError(
+            f"{text!r} is not a valid way to share a GPU",
+            field=ENV_SHARING,
+            remedy="Write auto, spatial or temporal.",
+        )
+    return text
 
 
 def _copy_rate(text: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Coroutine
 
 from windrow.proto import agent_pb2, attach_pb2
@@ -18,6 +19,7 @@ from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import AgentSlot
 from windrow_sidecar.agent.worker_process import make_fork_server
 from windrow_sidecar.compute.mps import MpsDaemon
+from windrow_sidecar.compute.sharing import PIPE_DIRECTORY
 
 _log = logging.getLogger(__name__)
 
@@ -34,11 +36,16 @@ class Sidecar:
         self._slots: dict[int, AgentSlot] = {}
         self._policy = agent_pb2.EnginePolicy()
         self._orders: set[asyncio.Task[None]] = set()
-        of_node = settings.mps and settings.gpu_access == "mps"
-        private = settings.mps and not of_node
-        daemon = MpsDaemon(settings.run_dir.mps_folder) if private else None
+        in_time = settings.sharing == "temporal"
+        # A daemon that this process's environment names is the node's, or of whoever started it.
+        named = settings.gpu_access == "mps" or PIPE_DIRECTORY in os.environ
+        of_node = not in_time and named
         self._sharing = GpuSharing(
-            settings.run_dir, daemon, of_node=of_node, changed=self._sharing_changed
+            settings.run_dir,
+            None if of_node else MpsDaemon(settings.run_dir.mps_folder),
+            of_node=of_node,
+            in_time=in_time,
+            changed=self._sharing_changed,
         )
         # It takes memory that nobody uses between two workers, as the one on standby does.
         self._forks = make_fork_server(settings) if settings.standby else None
@@ -48,12 +55,12 @@ class Sidecar:
         """Serve until asked to stop."""
         settings = self._settings
         settings.run_dir.root.mkdir(parents=True, exist_ok=True)
+        await self._sharing.start()  # also finds the daemon whose clients orphans are
         await end_orphans(
             settings.run_dir.root,
             grace_s=settings.grace_s,
             end_gpu_work=self._sharing.end_client,
         )
-        await self._sharing.start()  # before the engine uses the GPU
         service = AgentService(
             self._slot_at, self._find_run, self._link.profile_taken, settings.worker_silence_s
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final, Protocol
 
 from windrow.conditions import Reason
@@ -37,10 +38,23 @@ class VisibleGpus(Protocol):
     sharing: Sharing | None
     found: Survey
 
+    @property
+    def worker_environment(self) -> Mapping[str, str]:
+        """The variables that make a worker a client of the pod's MPS daemon."""
+        ...
+
+    async def join(self) -> None:
+        """Decode has called as a client of that daemon."""
+        ...
+
 
 class _NoGpus:
     sharing: Sharing | None = None
     found = Survey()
+    worker_environment: Final[Mapping[str, str]] = MappingProxyType({})
+
+    async def join(self) -> None:
+        """There is nothing to join."""
 
 
 _NO_GPUS: Final = _NoGpus()
@@ -100,7 +114,9 @@ class AgentSlot:
         if replaced:
             self._arena = None
             await self.jobs.give_up(Reason.ENGINE_NOT_SERVING, "the decode engine was restarted")
-        if self.hello != hello:
+        if hello.sharing == "spatial":
+            await self._gpus.join()
+        if self.hello != hello or self._standby.ground != self._ground(hello):
             self.hello = hello
             self._meter = make_meter(hello.driver, hello.compute_units, hello.device_uuid)
             await self._standby.show(self._ground(hello))
@@ -119,7 +135,7 @@ class AgentSlot:
         return WorkerGround(
             gpu=visible_device(hello.device_uuid, hello.device) if known else "",
             # Shares of SMs that only workers have are worth nothing.
-            in_time=hello.sharing == "temporal",
+            mps=tuple(self._gpus.worker_environment.items()) if hello.sharing == "spatial" else (),
         )
 
     def engine_reported(self, stats: agent_pb2.EngineStats) -> None:
@@ -228,14 +244,18 @@ class AgentSlot:
         if self.hello is None or self.hello.driver == "host":
             return None
         sharing = self._gpus.sharing
-        if sharing is None or sharing.mode == "temporal":
+        if sharing is None:
+            return None
+        if self.hello.sharing == "temporal":  # the first reason: what decode lacks
+            why = f"decode shares it so: {self.hello.sharing_reason}"
+            return Sharing("temporal", why, self.hello.sharing_code or Reason.REASON_NOT_SAID)
+        if sharing.mode == "temporal":
             return sharing
-        if self.hello.sharing == "temporal":
-            return Sharing("temporal", f"decode shares it so: {self.hello.sharing_reason}")
         told = next((run.meter.latest for run in self.jobs.going), None)
         if told is None or told.sharing != "temporal":
             return sharing
-        return Sharing("temporal", f"the worker shares it so: {told.sharing_reason}")
+        why = f"the worker shares it so: {told.sharing_reason}"
+        return Sharing("temporal", why, told.sharing_code or Reason.REASON_NOT_SAID)
 
     def _unseen_device(self) -> str:
         """Say why no worker can use decode's GPU: this container does not see it; "": it does."""
@@ -277,6 +297,7 @@ class AgentSlot:
             max_jobs=self.max_jobs(),
             sharing=sharing.mode if sharing else "",
             sharing_reason=sharing.reason if sharing else "",
+            sharing_code=sharing.code if sharing else "",
             output_trees=self._settings.output_trees,
             unseen_device=self._unseen_device(),
         )

@@ -122,12 +122,12 @@ class WorkerGround:
         gpu: the only GPU that they see, as CUDA_VISIBLE_DEVICES names it; "": all that this
             process sees.
         cores: of the machine, that are the slot's device; none: all that this process has.
-        in_time: they are to share the GPU in time, so no client of the pod's MPS daemon.
+        mps: variables that make them clients of the pod's MPS daemon; none: they share in time.
     """
 
     gpu: str = ""
     cores: tuple[int, ...] = ()
-    in_time: bool = False
+    mps: tuple[tuple[str, str], ...] = ()
 
 
 class WorkerProcess:
@@ -397,7 +397,7 @@ async def _spawn(
 def worker_environment(
     settings: AgentSettings, ground: WorkerGround = WorkerGround()
 ) -> dict[str, str]:
-    """What a worker starts with; it is a client of the pod's MPS daemon where one runs."""
+    """What a worker starts with; it is a client of the pod's MPS daemon where `ground` says so."""
     own = {
         **openmp.WORKER,
         # While it loads; from its first grant on, the worker sets its threads by its level.
@@ -411,8 +411,7 @@ def worker_environment(
         own[ENV_LOG_DIR] = str(settings.log_dir)
     if ground.gpu:
         own["CUDA_VISIBLE_DEVICES"] = own[ENV_ONLY_GPU] = ground.gpu
-    if not ground.in_time:
-        own |= settings.run_dir.read_mps_environment()
+    own |= dict(ground.mps)
     return {**os.environ, **own}
 
 

@@ -55,7 +55,7 @@ class CudaPartition:
             raise UserError(
                 str(error),
                 field="driver",
-                remedy="Share the GPU in time (the agent's --mps off) or use the host.",
+                remedy="Share the GPU in time (sharing: temporal) or use the host.",
                 reason="NoGreenContexts",
             ) from error
         self.side: Side = side

@@ -23,7 +23,7 @@ from windrow.errors import WindrowError
 from windrow_sidecar import _core
 from windrow_sidecar.compute.cuda import CudaPartition
 from windrow_sidecar.compute.mps import MpsDaemon
-from windrow_sidecar.compute.sharing import mps_missing
+from windrow_sidecar.compute.sharing import find_mps_lack
 from windrow_sidecar.compute.utilization import GpuMeter, gpu_name
 from windrow_sidecar.torch_cuda import look_at_torch, require_torch_cuda
 
@@ -93,7 +93,7 @@ def mps() -> str:
                 if wrong := _first_line(child).strip():
                     raise CheckFailed(
                         f"between two clients of the daemon, {wrong}",
-                        "With --mps off the GPU is shared in time, without the daemon.",
+                        "With sharing: temporal the GPU is shared in time, without the daemon.",
                     )
         finally:
             daemon.stop()
@@ -288,7 +288,8 @@ def _first_line(child: _Child) -> str:
 
 def _be_a_client() -> None:
     """Have a context until stdin ends; say why it is no client of the daemon."""
-    print(mps_missing(GPU, os.environ), flush=True)
+    lack = find_mps_lack(GPU, os.environ)
+    print(lack.text if lack else "", flush=True)
     sys.stdin.read()
 
 

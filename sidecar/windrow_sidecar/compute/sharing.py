@@ -11,11 +11,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from windrow.conditions import Reason
+from windrow.rundir import ENV_SHARING
 from windrow_sidecar import _core
 
 # `none`: decode runs on every SM and only the worker is capped. `green`: decode runs on the
 # complement of the worker's share.
 DecodePartition = Literal["none", "green"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """What is missing for sharing in space.
+
+    Attributes:
+        code: as one of the reasons of the slot's condition SharedInSpace.
+        text: in words.
+    """
+
+    code: Reason
+    text: str
 
 
 @dataclass(frozen=True)
@@ -26,10 +41,12 @@ class Sharing:
         mode: `spatial`: both at once, on shares of SMs. `temporal`: the worker launches only while
             decode runs no step.
         reason: why it is so.
+        code: the same as one of the reasons of the slot's condition SharedInSpace.
     """
 
     mode: Literal["spatial", "temporal"]
     reason: str
+    code: str = Reason.REASON_NOT_SAID
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,7 @@ class GpuCapabilities:
         decode_partition: where decode runs beside the worker.
         decode_sms: on which decode's share was measured to run; empty: nobody has measured.
         finetune_sms: the worker's, at the same level.
+        mps_code: why there is no MPS daemon, as a reason of a condition.
     """
 
     green_missing: str
@@ -49,36 +67,47 @@ class GpuCapabilities:
     decode_partition: DecodePartition = "none"
     decode_sms: Set[int] = frozenset()
     finetune_sms: Set[int] = frozenset()
+    mps_code: Reason = Reason.NO_MPS_DAEMON
 
 
 def choose_sharing(capabilities: GpuCapabilities) -> Sharing:
     """Spatial where everything it needs is there, else temporal: decode comes first."""
     if capabilities.green_missing:
-        return Sharing("temporal", f"no green contexts: {capabilities.green_missing}")
+        why = f"no green contexts: {capabilities.green_missing}"
+        return Sharing("temporal", why, Reason.NO_GREEN_CONTEXTS)
     if capabilities.mps_missing:
-        return Sharing("temporal", f"no MPS daemon: {capabilities.mps_missing}")
+        why = f"no MPS daemon: {capabilities.mps_missing}"
+        return Sharing("temporal", why, capabilities.mps_code)
     if capabilities.decode_partition == "none":
-        return Sharing("spatial", "the worker is capped, decode runs on every SM")
+        why = "the worker is capped, decode runs on every SM"
+        return Sharing("spatial", why, Reason.MPS_CLIENTS)
     if not capabilities.decode_sms or not capabilities.finetune_sms:
-        return Sharing("temporal", "the SMs of a share could not be measured")
+        why = "the SMs of a share could not be measured"
+        return Sharing("temporal", why, Reason.SHARES_MEET)
     both = capabilities.decode_sms & capabilities.finetune_sms
     if both:
-        return Sharing(
-            "temporal", f"the shares meet on {len(both)} SMs, {min(both)} among them, as measured"
-        )
-    return Sharing("spatial", "decode and worker were measured on different SMs")
+        why = f"the shares meet on {len(both)} SMs, {min(both)} among them, as measured"
+        return Sharing("temporal", why, Reason.SHARES_MEET)
+    why = "decode and worker were measured on different SMs"
+    return Sharing("spatial", why, Reason.MPS_CLIENTS)
 
 
 # The folder in which a daemon's clients find it (see `mps.MpsDaemon.environment`), and what lies
 # there as long as it runs.
 PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
-_CONTROL = "control"
+CONTROL_PIPE = "control"
+# Set by decode's start for its processes, where it brought up no daemon: "CODE: TEXT" of the lack.
+WITHOUT_MPS = "WINDROW_WITHOUT_MPS"
+ASKED_IN_TIME = Lack(Reason.POLICY_TEMPORAL, "the policy says sharing: temporal")
 
 
 def probe(driver: str, environ: Mapping[str, str]) -> GpuCapabilities:
     """Probe the GPU of that driver for sharing by a process with this environment."""
+    lack = find_mps_lack(driver, environ)
     return GpuCapabilities(
-        green_missing=green_missing(driver), mps_missing=mps_missing(driver, environ)
+        green_missing=green_missing(driver),
+        mps_missing=lack.text if lack else "",
+        mps_code=lack.code if lack else Reason.MPS_CLIENTS,
     )
 
 
@@ -91,21 +120,35 @@ def green_missing(driver: str) -> str:
     return ""
 
 
-def mps_missing(driver: str, environ: Mapping[str, str]) -> str:
-    """Say why this process is no client of the daemon that its environment names; "" where it is.
+def find_mps_lack(driver: str, environ: Mapping[str, str]) -> Lack | None:
+    """Say why this process is no client of the daemon that its environment names; None: it is.
 
     Args:
         driver: of the GPU; this process has a context on it from now on.
         environ: with which this process first used CUDA.
     """
+    if environ.get(ENV_SHARING) == "temporal":
+        return ASKED_IN_TIME
     folder = environ.get(PIPE_DIRECTORY)
     if not folder:
-        return f"{PIPE_DIRECTORY} is not set: no daemon was started for this slot"
-    if not (Path(folder) / _CONTROL).exists():
-        return f"no daemon answers in {folder}"
+        text = f"{PIPE_DIRECTORY} is not set: no daemon was started for this slot"
+        return _told_lack(environ) or Lack(Reason.NO_MPS_DAEMON, text)
+    if not (Path(folder) / CONTROL_PIPE).exists():
+        return Lack(Reason.OTHER_PIPE_DIRECTORY, f"no daemon answers in {folder}")
     if not _core.driver(driver).facts["is_mps_client"]:
-        return (
+        return Lack(
+            Reason.MPS_NOT_CONNECTED,
             f"the driver did not connect this process to the daemon in {folder} "
-            "(another user, another GPU, or too many clients; its log says which)"
+            "(another user, another GPU, or too many clients; its log says which)",
         )
-    return ""
+    return None
+
+
+def told_lack(lack: Lack) -> str:
+    """Return a lack as `WITHOUT_MPS` has it."""
+    return f"{lack.code}: {lack.text}"
+
+
+def _told_lack(environ: Mapping[str, str]) -> Lack | None:
+    code, _, text = environ.get(WITHOUT_MPS, "").partition(": ")
+    return Lack(Reason(code), text) if code in set(Reason) else None

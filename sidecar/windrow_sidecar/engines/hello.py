@@ -82,6 +82,7 @@ def engine_hello(
         weights_manifest=str(run_dir.weights_manifest()),
         sharing=sharing.mode if sharing else "",
         sharing_reason=sharing.reason if sharing else "",
+        sharing_code=sharing.code if sharing else "",
         device_uuid=driver(device.driver).facts["uuid"],
         cores=device.cores,
     )

@@ -8,6 +8,7 @@ import sys
 
 from windrow import openmp
 from windrow.errors import UserError
+from windrow_sidecar.compute.mps_start import bring_up
 from windrow_sidecar.engines.builtin.llama.config import read_config
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.web.frontprocess import FrontProcess
@@ -19,9 +20,9 @@ def main() -> int:
     try:
         settings = EngineSettings.from_command_line(None, os.environ)
         os.environ.update({**openmp.DECODE, **os.environ})
-        if settings.run_dir is not None:
-            # A client of the pod's MPS daemon, where the sidecar has started one.
-            os.environ.update(settings.run_dir.read_mps_environment())
+        if settings.run_dir is not None and settings.device != "cpu":
+            # Before torch is loaded: no process is a client of a daemon that comes later.
+            os.environ.update(bring_up(settings.run_dir, os.environ))
         config = read_config(settings.model_path)
         front = FrontProcess(settings, eos_token_ids=config.eos_token_ids, cpus=_last_core())
         try:

@@ -9,6 +9,7 @@ back.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windrow.rundir import ENV_RUN_DIR, RunDir
+from windrow_sidecar.compute.mps_start import bring_up
 
 if TYPE_CHECKING:
     from windrow_sidecar._core import Arena
@@ -33,9 +35,18 @@ _SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 
 
 def register() -> None:
-    """Hook the scheduler's making, in processes that have one, where there is a run directory."""
+    """Hook the scheduler's making, in processes that have one, where there is a run directory.
+
+    SGLang calls this in the server's first process before it reads its arguments and starts any
+    other: there the pod's MPS daemon is brought up, and all others inherit its variables. The first
+    one has counted the GPUs by then, and computes nothing on them.
+    """
     root = os.environ.get(ENV_RUN_DIR)
-    if not root or _SCHEDULER_MODULE not in sys.modules:
+    if not root:
+        return
+    is_first = multiprocessing.parent_process() is None
+    os.environ.update(bring_up(RunDir(Path(root)), os.environ, only_starts_others=is_first))
+    if _SCHEDULER_MODULE not in sys.modules:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -231,6 +231,7 @@ def _progress_message(now: JobProgress) -> agent_pb2.WorkerProgress:
         allocator_requested_bytes=now.allocator_requested_bytes,
         sharing=now.sharing,
         sharing_reason=now.sharing_reason,
+        sharing_code=now.sharing_code,
     )
 
 

@@ -97,7 +97,8 @@ class JobContext:
             )
         self.memory = self._memory()
         if ground.memory is not None:
-            job_state.sharing = (ground.sharing.mode, ground.sharing.reason)
+            sharing = ground.sharing
+            job_state.sharing = (sharing.mode, sharing.reason, sharing.code)
         if ground.sharing.mode == "temporal":
             notes = (*self.session.notes, in_time_only(ground.sharing))
             self.session = replace(self.session, notes=notes)

@@ -42,7 +42,8 @@ class JobState:
     busy_ns: int = 0
     held_chunks: int = 0
     tokens_restored: int = 0  # real tokens of steps that were done before this process
-    sharing: tuple[str, str] = ("", "")  # of a GPU with decode: the mode, and why it is so
+    # Of a GPU with decode: the mode, why it is so, and that as a reason of a condition.
+    sharing: tuple[str, str, str] = ("", "", "")
     stall: StallWatch = field(default_factory=StallWatch)
 
     @property
@@ -59,6 +60,7 @@ class JobState:
             held_chunks=self.held_chunks,
             sharing=self.sharing[0],
             sharing_reason=self.sharing[1],
+            sharing_code=self.sharing[2],
             allocator_held_bytes=memory.get("reserved_bytes.all.current", 0),
             allocator_requested_bytes=memory.get("requested_bytes.all.current", 0),
         )
