@@ -22,14 +22,14 @@ bool joins_mps_daemon() {
     return false;
   }
   const std::string pipes = folder;
-  struct stat control {};
+  struct stat control{};
   if (::stat((pipes + "/control").c_str(), &control) != 0) {
     return false;
   }
   while (control.st_uid != ::getuid() || ::access((pipes + "/hang").c_str(), F_OK) == 0) {
     ::pause();
   }
-  struct stat space {};
+  struct stat space{};
   if (::stat("/proc/self/ns/pid", &space) == 0) {
     std::ofstream joined(pipes + "/joined", std::ios::app);
     joined << std::to_string(::getpid()) + " " + std::to_string(space.st_ino) + "\n";
