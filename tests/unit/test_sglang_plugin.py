@@ -26,6 +26,8 @@ def test_without_a_run_directory_sglang_is_not_even_imported(monkeypatch):
 
 def test_a_process_without_a_scheduler_is_left_alone(monkeypatch, tmp_path):
     monkeypatch.setenv(ENV_RUN_DIR, str(tmp_path))
+    # An earlier process has looked for the MPS daemon.
+    monkeypatch.setenv("WINDROW_WITHOUT_MPS", "MpsMissing: a test")
     plugin.register()
     assert "sglang" not in sys.modules
 
