@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 
 from windrow.errors import UserError
 from windrow_sidecar.engines.builtin.web.front import load_tokenizer
+from windrow_sidecar.finetune.data import conversation
 from windrow_sidecar.finetune.data.conversation import Conversations
 from windrow_sidecar.finetune.data.records import DatasetRecord
 from windrow_sidecar.finetune.data.rows import row_of
@@ -303,6 +304,36 @@ def test_a_conversation_whose_answers_cannot_be_told_apart_is_refused(template):
     with pytest.raises(UserError, match=r"rows.jsonl:1: the model's chat template"):
         example(tokenizer, "chat", turns(TALK))
     assert example(tokenizer, "chat", turns(TALK), learn_all=True).targets > 0
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("mark", ["", "{% generation %}{% endgeneration %}"])
+def test_a_template_that_loops_without_end_is_ended(monkeypatch, mark):
+    monkeypatch.setattr(conversation, "_RENDER_CPU_S", 0.2)
+    tokenizer = letters()
+    tokenizer.chat_template = mark + ENDLESS
+    with pytest.raises(UserError, match=r"rows.jsonl:1: the chat template computes for more than"):
+        example(tokenizer, "chat", turns(TALK))
+    # What comes after it is not ended in its place.
+    tokenizer.chat_template = PLAIN
+    assert example(tokenizer, "chat", turns(TALK)).targets > 0
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ 'x' * 70000000 }}", "makes more than 64 MiB"),
+        ("{{ range(10 ** 9) | list }}", "refuses the turns"),
+        ("{{ 1 // 0 }}", "refuses the turns"),
+    ],
+)
+def test_what_a_template_makes_is_bounded(template, problem):
+    tokenizer = letters()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=problem):
+        example(tokenizer, "chat", turns(TALK))
 
 
 def test_an_answer_without_a_prompt_is_context():

@@ -14,8 +14,9 @@ from typing import Any
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
+from windrow_sidecar.finetune.data.cpu_limit import ComputesTooLong, cpu_limit
 from windrow_sidecar.finetune.data.encoding import Rendered
-from windrow_sidecar.finetune.data.records import Fields, bad_row
+from windrow_sidecar.finetune.data.records import MOST_ROW_BYTES, Fields, bad_row
 from windrow_sidecar.finetune.data.rows import DatasetRow
 
 # By which a template says itself what the assistant says.
@@ -23,6 +24,8 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # What a template may read that is not the job's: the time, and random numbers.
 _CLOCK = "strftime_now"
 _CHANCE = re.compile(r"\|\s*random\b|\blipsum\s*\(")
+# Of one row; templates of real models take milliseconds for the longest.
+_RENDER_CPU_S = 10.0
 # Characters of a text that an error shows.
 _SHOWN = 60
 
@@ -116,7 +119,7 @@ class Conversations:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with _rendering(row), self._of_the_job(row):
+        with _bounded(row), _rendering(row), self._of_the_job(row):
             (text,), (marks,) = render_jinja_template(
                 conversations=[list(turns)],
                 tools=row.tools,
@@ -125,7 +128,7 @@ class Conversations:
                 **{**self._tokenizer.special_tokens_map, **row.template_settings},
             )
         learnt = tuple((begin, end) for begin, end in marks if begin < end)
-        return Rendered(text, learnt, special=False, touched=True)
+        return Rendered(_sized(text, row), learnt, special=False, touched=True)
 
     def _told_apart(self, row: DatasetRow, turns: tuple[Fields, ...]) -> Rendered:
         """Learn each answer that stands in the conversation as the model would be asked for it."""
@@ -233,7 +236,7 @@ class Conversations:
         return end
 
     def _text(self, row: DatasetRow, turns: tuple[Fields, ...], *, prompt: bool = False) -> str:
-        with _rendering(row), self._of_the_job(row):
+        with _bounded(row), _rendering(row), self._of_the_job(row):
             text = self._tokenizer.apply_chat_template(
                 list(turns),
                 tools=row.tools,
@@ -241,7 +244,7 @@ class Conversations:
                 add_generation_prompt=prompt,
                 **row.template_settings,
             )
-        return str(text)
+        return _sized(str(text), row)
 
     @contextmanager
     def _of_the_job(self, row: DatasetRow) -> Iterator[None]:
@@ -333,13 +336,45 @@ def _without(row: DatasetRow, name: str) -> DatasetRow:
 
 
 @contextmanager
+def _bounded(row: DatasetRow) -> Iterator[None]:
+    """Hold while a template renders a row: one that loops without end is ended.
+
+    Raises:
+        UserError: it was.
+    """
+    try:
+        with cpu_limit(_RENDER_CPU_S):
+            yield
+    except ComputesTooLong:
+        raise bad_row(
+            row.where,
+            f"the chat template computes for more than {_RENDER_CPU_S:g} s",
+            "Use a template whose loops end.",
+        ) from None
+
+
+def _sized(text: str, row: DatasetRow) -> str:
+    """Return what a template has made of a row, which no model takes beyond a length."""
+    if len(text) > MOST_ROW_BYTES:
+        raise bad_row(
+            row.where,
+            f"the chat template makes more than {MOST_ROW_BYTES >> 20} MiB of it",
+            "Use a template that writes the row and no more.",
+        )
+    return text
+
+
+@contextmanager
 def _rendering(row: DatasetRow) -> Iterator[None]:
     """Hold while a template renders a row; it is a program, and the row what it may fail over."""
     from jinja2.exceptions import TemplateError
 
     try:
         yield
-    except (TemplateError, TypeError, ValueError, LookupError) as error:
+    except (
+        *(TemplateError, TypeError, ValueError, LookupError),
+        *(ArithmeticError, AttributeError, RecursionError),
+    ) as error:
         raise bad_row(
             row.where,
             f"the model's chat template refuses the turns: {error}",
