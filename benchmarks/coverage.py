@@ -1,0 +1,146 @@
+"""Count public deployments of SGLang of which the plugin's checks say that they harvest.
+
+Example: python -m benchmarks.coverage --recipes srt-slurm/recipes --runtimes ome/config/runtimes
+
+Both are folders of checkouts (NVIDIA/srt-slurm, sgl-project/ome); nothing of them is kept but
+counts. A decode section says yes if `compat.check_arguments` takes its command line, with a page
+size as docs/sglang.md asks for; if the model's KV pool is one that is lent; and if its weights have
+a codec. The pool is told by the model's name, since recipes have no config.json; where the name
+says nothing, that counts as no.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+
+from benchmarks.harness import Result, arguments, environment, write
+from windrow.errors import UserError
+from windrow_sidecar.engines.sglang import compat
+
+_ALIASES = {
+    "tensor_parallel_size": "tp_size",
+    "data_parallel_size": "dp_size",
+    "pipeline_parallel_size": "pp_size",
+    "expert_parallel_size": "ep_size",
+}
+_PARALLEL = {"tp_size": 1, "dp_size": 1, "pp_size": 1, "enable_dp_attention": False}
+# By what a model's name says, the first that fits: its KV pool, or "" where that is not lent.
+_POOLS: tuple[tuple[str, str], ...] = (
+    (r"deepseek-?v4|dsv4", ""),
+    (r"v3[.-]?2|glm-?5", ""),  # sparse attention keeps an index
+    (r"qwen3[.-]?5|qwen3-next|nemotron|gpt-oss|llama-?4|gemma|mimo|minimax|kimi-linear", ""),
+    (r"embed|bge|gte|gme|e5-|rerank|vl|vision|whisper|ocr|audio", ""),
+    (r"deepseek|dsr1|\br1\b|kimi", "latent"),
+    (r"qwen[123]?|llama|mi[sx]tral|phi|granite|command|olmo|yi-|glm-?4", "heads"),
+)
+
+
+def sections(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (the model's names, its precision, decode's options) of each recipe of srt-slurm."""
+    for path in sorted(folder.rglob("*.y*ml")):
+        try:
+            recipe = yaml.safe_load(path.read_text())
+        except yaml.YAMLError:
+            continue
+        if not isinstance(recipe, Mapping):
+            continue
+        base = recipe.get("base") or recipe
+        backend = base.get("backend") or {}
+        config = backend.get("sglang_config") or {}
+        decode = config.get("decode")
+        if not isinstance(decode, Mapping):
+            continue
+        model = base.get("model") or {}
+        names = [base.get("name"), model.get("path"), decode.get("served-model-name"), path.name]
+        yield " ".join(map(str, names)).lower(), str(model.get("precision", "")), dict(decode)
+
+
+def runtimes(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the same of each aggregated runtime of OME that runs SGLang."""
+    for path in sorted(folder.rglob("srt/**/*.y*ml")):
+        for document in yaml.safe_load_all(path.read_text()):
+            spec = (document or {}).get("spec") or {}
+            if "decoderConfig" in spec or "engineConfig" not in spec:
+                continue
+            runner = spec["engineConfig"].get("runner") or {}
+            words = [*(runner.get("command") or []), *(runner.get("args") or [])]
+            text = " ".join(map(str, words)).replace("\\\n", " ")
+            if "sglang" not in text:
+                continue
+            found = re.findall(r"--([\w-]+)(?:[ =]+(?!--)(\S+))?", text)
+            name = path.stem.lower()
+            yield name, "fp8" if "fp8" in name else "", {k: v or True for k, v in found}
+
+
+def refusal(name: str, precision: str, said: Mapping[str, Any], *, parallel: bool) -> str:
+    """Return what the first check that refuses looks at; "": it harvests."""
+    options = {key.replace("-", "_"): value for key, value in said.items()}
+    options = {_ALIASES.get(key, key): value for key, value in options.items()}
+    for key, value in options.items():
+        if isinstance(value, str) and value.isdecimal():
+            options[key] = int(value)
+    if not parallel:
+        options |= _PARALLEL
+    plain = {name: fine for name, fine, _ in compat._PLAIN}
+    page = options.get("page_size")
+    line = {
+        **plain,
+        "disaggregation_transfer_backend": "nixl",
+        "device": "cuda",
+        "kv_cache_dtype": "auto",
+        **options,
+        "disaggregation_mode": options.get("disaggregation_mode", "null"),
+        "page_size": page if isinstance(page, int) and page > 1 else 16,
+    }
+    try:
+        compat.check_arguments(SimpleNamespace(**line))
+    except UserError as error:
+        return str(error.field)
+    pool = next((pool for pattern, pool in _POOLS if re.search(pattern, name)), "")
+    if not pool:
+        return "the KV pool of the model's kind, or an unknown kind"
+    four_bits = "4" in precision or "fp4" in str(options.get("quantization"))
+    return "weights in 4 bits (experts)" if four_bits and pool == "latent" else ""
+
+
+def main() -> int:
+    """Count; returns the exit code."""
+    parser = arguments(__doc__)
+    parser.add_argument("--recipes", type=Path, help="of srt-slurm")
+    parser.add_argument("--runtimes", type=Path, help="of OME")
+    options = parser.parse_args()
+    results: list[Result] = []
+    env: dict[str, Any] = {**environment(), "refused": {}}
+    for kind, folder, read in (
+        ("srt-slurm decode sections", options.recipes, sections),
+        ("OME aggregated runtimes", options.runtimes, runtimes),
+    ):
+        if folder is None:
+            continue
+        found = [*read(folder)]
+        results.append(Result(kind, len(found), "", "higher"))
+        for words, parallel, goal in (
+            ("ignoring parallelism", False, 0.6),
+            ("counting parallelism", True, 0.3),
+        ):
+            why = Counter(refusal(*one, parallel=parallel) for one in found)
+            env["refused"][f"{kind}, {words}"] = dict(why.most_common())
+            share = why.pop("", 0) / max(1, len(found))
+            results.append(Result(f"{kind}, {words}", share, "share", "higher", goal))
+    if not results:
+        sys.stdout.write("no folder is named: see --help\n")
+        return 0
+    write("coverage", results, env, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
