@@ -43,7 +43,8 @@ help:
 	@echo "make test-node   the tests that need one; says what is missing and skips where there can be none"
 	@echo "make chart   the chart against the schemas of three Kubernetes versions, and Grafana's types"
 	@echo "make packages   as root: the Debian packages without which some tests skip"
-	@echo "make images   the operator's image (NAMES='operator sidecar'; BASE=debian without a registry)"
+	@echo "make images   the operator's image (NAMES='operator sidecar'; BASE=debian without a registry;"
+	@echo "   NAMES=sglang SGLANG=REGISTRY/sglang@sha256:...: SGLang's official image with Windrow in it)"
 	@echo "make docs   the site, into build/site, built strictly"
 	@echo "make setup | lint | tidy | bench | proto | figures | constraints | clean"
 

@@ -218,12 +218,7 @@ def rate(tokens_per_second: float) -> str:
 def _explain(job: Job, table: SlotTable) -> str:
     shown = list(itertools.islice(_shown(job, table), SLOTS_LISTED + 1))
     if not shown:
-        return (
-            f"No slot is open to namespace {job.namespace} yet: a policy has to select a decode "
-            "pod of it, and its sidecar to attach. One of another namespace is open where its "
-            "HarvestPolicy admits this namespace (access.namespaceSelector) and the job names that "
-            "policy in spec.policies"
-        )
+        return _explain_none(job, table)
     listed = [f"{_name(job, slot)} {refusal(job, slot)}" for slot in shown[:SLOTS_LISTED]]
     # Those of other namespaces are not counted: how many there are is nobody else's business.
     own = sum(slot.key.startswith(f"{job.namespace}/") for slot in shown[:SLOTS_LISTED])
@@ -233,6 +228,26 @@ def _explain(job: Job, table: SlotTable) -> str:
     elif len(shown) > SLOTS_LISTED:
         listed.append("and more slots refuse")
     return "; ".join(listed)
+
+
+def _explain_none(job: Job, table: SlotTable) -> str:
+    """Say why no slot is open to the job: of the policies those of the job's own namespace."""
+    if table.off:
+        return f"There is no slot: {table.off}"
+    mine = [policy for policy in table.policies.values() if policy.namespace == job.namespace]
+    for policy in mine:
+        if policy.spec is None:
+            return f"There is no slot yet: policy {policy.name} is not valid: {policy.error}"
+    if mine and all(policy.spec and policy.spec.mode == "off" for policy in mine):
+        names = ", ".join(policy.name for policy in mine)
+        many = "policies {} are" if mine[1:] else "policy {} is"
+        return f"There is no slot: {many.format(names)} in mode off"
+    return (
+        f"No slot is open to namespace {job.namespace} yet: a policy has to select a decode "
+        "pod of it, and its sidecar to attach. One of another namespace is open where its "
+        "HarvestPolicy admits this namespace (access.namespaceSelector) and the job names that "
+        "policy in spec.policies"
+    )
 
 
 def _shown(job: Job, table: SlotTable) -> Iterator[Slot]:

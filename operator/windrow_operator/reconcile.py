@@ -15,7 +15,16 @@ from typing import Any
 from windrow.conditions import ConditionType as T
 from windrow.conditions import Reason, get_condition, is_finished, is_true
 from windrow_operator import status
-from windrow_operator.model import ALIVE, STALE_AFTER, Job, JobPlacement, RunState, Slot, name_in
+from windrow_operator.model import (
+    ALIVE,
+    STALE_AFTER,
+    Job,
+    JobPlacement,
+    RunState,
+    Slot,
+    UnreadableSecret,
+    name_in,
+)
 from windrow_operator.planning import NoPlacement, admission_refusal, place
 from windrow_operator.slot_table import SlotTable
 
@@ -180,6 +189,8 @@ def _unplaced(job: Job, slots: Mapping[str, Slot], now: datetime) -> Actions:
     retry_at = _time(job.status.get("retryAt"))
     if retry_at is not None and now < retry_at:
         return Actions(wake_at=retry_at)
+    if job.unreadable is not None and now < job.unreadable.until:
+        return without_secret(job, job.unreadable, now)
     choice = place(job, slots if isinstance(slots, SlotTable) else slots.values())
     if isinstance(choice, NoPlacement):
         after = status.waiting(job, Reason.NO_SLOT, choice.message, now)
@@ -192,11 +203,11 @@ def _unplaced(job: Job, slots: Mapping[str, Slot], now: datetime) -> Actions:
     )
 
 
-def without_secret(job: Job, message: str, now: datetime, timeouts: Timeouts) -> Actions:
+def without_secret(job: Job, unreadable: UnreadableSecret, now: datetime) -> Actions:
     """Leave a job waiting whose Secret could not be read; it is read again after a while."""
-    after = status.waiting(job, Reason.SECRET_UNREADABLE, message, now)
-    step = _write_status(job, after, Reason.SECRET_UNREADABLE, message, warning=True)
-    return replace(step, wake_at=now + timeouts.secret_pause)
+    after = status.waiting(job, Reason.SECRET_UNREADABLE, unreadable.message, now)
+    step = _write_status(job, after, Reason.SECRET_UNREADABLE, unreadable.message, warning=True)
+    return replace(step, wake_at=unreadable.until)
 
 
 def _refusal(job: Job) -> tuple[Reason, str] | None:

@@ -146,8 +146,13 @@ class Agent:
 
 
 @contextlib.asynccontextmanager
-async def attached_pod(*flags: str) -> AsyncIterator[tuple[Operator, Agent, Engine]]:
-    """Operator, engine and agent, attached to each other; `flags` are the agent's."""
+async def attached_pod(
+    *flags: str, engine_calls: bool = True
+) -> AsyncIterator[tuple[Operator, Agent, Engine]]:
+    """Operator, engine and agent, attached to each other; `flags` are the agent's.
+
+    `engine_calls`: whether the engine is started before the rest is handed out.
+    """
     with tempfile.TemporaryDirectory(prefix="wr-") as name:
         folder = Path(name)
         operator = Operator()
@@ -155,7 +160,8 @@ async def attached_pod(*flags: str) -> AsyncIterator[tuple[Operator, Agent, Engi
         agent = Agent(folder, operator, *flags)
         engine = Engine(folder)
         await agent.start()
-        engine.start()
+        if engine_calls:
+            engine.start()
         try:
             await until(lambda: any(h.slots for h in operator.hellos))
             yield operator, agent, engine

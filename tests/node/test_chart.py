@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -31,7 +32,10 @@ ALL = (
 
 def render(node, *arguments):
     command = [f"{node.bin}/helm", "template", "windrow", CHART, "--namespace", NAMESPACE]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    image = ("--set", "image.repository=registry.example/windrow/operator")
+    return subprocess.run(
+        [*command, *image, *arguments], capture_output=True, text=True, check=False
+    )
 
 
 def objects(node, *arguments):
@@ -384,3 +388,67 @@ def _in(body, namespace):
     if "namespace" in body["metadata"]:
         body["metadata"]["namespace"] = namespace
     return body
+
+
+def test_an_image_that_nobody_has_named_is_refused_with_what_to_do(node):
+    done = render(node, "--set", "image.repository=")
+    assert done.returncode != 0
+    assert "image.repository: name the operator's image as you have pushed it" in done.stderr
+
+
+def test_what_platforms_add_reaches_the_operators_pods(node):
+    added = {
+        "global": {"imageRegistry": "mirror.example/"},
+        "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn"}},
+        "operator": {
+            "podLabels": {"team": "ml"},
+            "podAnnotations": {"sidecar.istio.io/inject": "false"},
+            "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+            "logFormat": "text",
+            "topologySpreadConstraints": [
+                {
+                    "maxSkew": 1,
+                    "topologyKey": "topology.kubernetes.io/zone",
+                    "whenUnsatisfiable": "DoNotSchedule",
+                }
+            ],
+        },
+    }
+    arguments = [f"--set-json={key}={json.dumps(value)}" for key, value in added.items()]
+    found = objects(node, *arguments)
+    (deployment,) = [body for body in found if body["kind"] == "Deployment"]
+    template = deployment["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    assert container["image"].startswith("mirror.example/registry.example/windrow/operator:")
+    assert template["metadata"]["labels"]["team"] == "ml"
+    assert template["metadata"]["labels"]["windrow.dev/inject"] == "disabled"
+    assert template["metadata"]["annotations"] == {"sidecar.istio.io/inject": "false"}
+    assert added["operator"]["env"][0] in container["env"]
+    assert "--log-json" not in container["args"]
+    spread = template["spec"]["topologySpreadConstraints"]
+    assert [each["topologyKey"] for each in spread] == ["topology.kubernetes.io/zone"]
+    accounts = {b["metadata"]["name"]: b for b in found if b["kind"] == "ServiceAccount"}
+    assert accounts["windrow-operator"]["metadata"]["annotations"]
+
+
+def test_uninstalling_turns_everything_off_before_the_operator_goes(node):
+    hooks = {
+        body["metadata"]["name"]: body
+        for body in objects(node)
+        if body["kind"] == "Job" and "uninstall" in body["metadata"]["name"]
+    }
+    off, after = hooks["windrow-uninstall"], hooks["windrow-uninstalled"]
+    assert off["metadata"]["annotations"]["helm.sh/hook"] == "pre-delete"
+    assert after["metadata"]["annotations"]["helm.sh/hook"] == "post-delete"
+    arguments = off["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert arguments == [f"--namespace={NAMESPACE}", "--within=300"]
+    assert "--clear" in after["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+def test_the_charts_folder_alone_is_a_whole_chart(node, tmp_path):
+    copied = shutil.copytree(CHART, tmp_path / "windrow", symlinks=True)
+    command = [f"{node.bin}/helm", "template", "windrow", str(copied)]
+    command += ["--set", "image.repository=registry.example/windrow/operator"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("kind: CustomResourceDefinition") == 4

@@ -46,7 +46,12 @@ def spec(**changes):
 
 def slot(key=KEY, **changes):
     policy = CheckedPolicy(
-        "team", "chat", "p", 1, "", parse_policy_spec({"selector": {}, "objective": {"tpot": "1s"}})
+        "team",
+        "chat",
+        "p",
+        1,
+        "",
+        parse_policy_spec({"selector": {}, "objective": {"tpot": "1s"}, "mode": "harvest"}),
     )
     values = {
         "terms": EffectivePolicy(policy, "harvest"),
