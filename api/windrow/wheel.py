@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Final
 
 # Its name; `windrow` belongs to another project there.
-DISTRIBUTION: Final = "windrow"
+DISTRIBUTION: Final = "windrow-harvest"
 
 
 def installed_version() -> str:
