@@ -23,6 +23,7 @@ from windrow_operator.slot_table import SlotTable, capacity_refusal, unreachable
 
 # A message lists so many slots one by one; a cluster may have thousands, so that those of other
 # namespaces are looked for among so many only.
+_MODELS_LISTED = 10
 SLOTS_LISTED, _LOOKED_AT = 8, 256
 # Shared weights need not be loaded, and leave the worker as much more memory.
 _WEIGHTS_THERE: Final = 1.25
@@ -111,6 +112,12 @@ def same_model(job: Job, model: str) -> bool:
     )
 
 
+def served_models(job: Job, table: SlotTable) -> list[str]:
+    """Return the models that slots serve which the job may know of, each once, at most ten."""
+    found = {slot.model: None for slot in _shown(job, table) if slot.model}
+    return sorted(found)[:_MODELS_LISTED]
+
+
 def _others(job: Job, slot: Slot) -> list[Holder]:
     return [holder for holder in slot.holders if holder.uid != job.uid]
 
@@ -173,7 +180,12 @@ def _unwritable(job: Job, slot: Slot) -> str:
     trees = tenancy.with_namespace(slot.outputs, job.namespace)
     if trees and is_below(trees, job.spec.output.destination):
         return ""
-    given = f"only below {' and '.join(trees)}" if trees else "nowhere"
+    given = (
+        f"only below {' and '.join(trees)}"
+        if trees
+        else "nowhere. Name a bucket, or have a volume added to the policy (spec.sidecar.volumes, "
+        "with a persistentVolumeClaim that is not readOnly)"
+    )
     return (
         f"cannot write {job.spec.output.destination}: by its policy's volumes its pod may write "
         f"{given}"

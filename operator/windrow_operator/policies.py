@@ -192,7 +192,13 @@ def status_of(
     selecting: tuple[Status, str, str] = (
         ("True", Reason.PODS_SELECTED, _selected(policy_counts))
         if policy_counts.pods
-        else ("False", Reason.NO_PODS, f"No decode pod of namespace {policy.namespace} matches")
+        else (
+            "False",
+            Reason.NO_PODS,
+            f"No decode pod of namespace {policy.namespace} matches. A pod "
+            "that no rule takes for decode needs the label windrow.dev/inject: enabled in its "
+            "template; windrow inject -f shows it",
+        )
     )
     conditions = set_condition(held, T.ACCEPTED, *accepted, policy.generation, now)
     conditions = set_condition(conditions, T.SELECTS_PODS, *selecting, policy.generation, now)

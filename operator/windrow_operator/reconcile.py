@@ -25,7 +25,7 @@ from windrow_operator.model import (
     UnreadableSecret,
     name_in,
 )
-from windrow_operator.planning import NoPlacement, admission_refusal, place
+from windrow_operator.planning import NoPlacement, admission_refusal, place, served_models
 from windrow_operator.slot_table import SlotTable
 
 
@@ -109,6 +109,7 @@ def reconcile(
         return _deleting(job, run, slots.get(job.slot), now, timeouts)
     if _deadline(job) is not None and now >= _deadline(job):  # type: ignore[operator]
         return _give_up(job, run, Reason.DEADLINE_EXCEEDED, _deadline_words(job), now, abort=True)
+    run = _with_served_models(job, run, slots)
     step = _placed(job, run, slots, now, timeouts) if job.slot else _unplaced(job, slots, now)
     return _wake_by(_held(job, step), _deadline(job))
 
@@ -356,6 +357,21 @@ def _failed(job: Job, run: JobPlacement, now: datetime, timeouts: Timeouts) -> A
         wake_at=retry_at,
         slot_failed=not run.got_further,
     )
+
+
+def _with_served_models(
+    job: Job, run: JobPlacement | None, slots: Mapping[str, Slot]
+) -> JobPlacement | None:
+    """Name what decode serves where a worker has not found the job's model: it needs no Hub."""
+    if run is None or run.state is not RunState.FAILED or run.reason != Reason.MODEL_NOT_FOUND:
+        return run
+    table = slots if isinstance(slots, SlotTable) else SlotTable(slots.values())
+    models = served_models(job, table)
+    if not models:
+        return run
+    remedy = f"Slots serve {', '.join(models)}: a job that names one of them shares its weights."
+    detail = f"{run.detail.rstrip('.')}. {remedy}"
+    return replace(run, detail=detail, remedy=f"{run.remedy} {remedy}".strip())
 
 
 def _failure_event(run: JobPlacement, default: str) -> Event:

@@ -132,7 +132,7 @@ def test_a_command_that_needs_the_laptop_says_how_to_install_it(pod, words, miss
 
 # `windrow` on package indexes is another project.
 _ANOTHERS = re.compile(
-    r"\bwindrow\[|\b(?:pip|uv|pipx)\s+(?:install|add|tool install)\b[^\n#]*?"
+    r"\bwindrow\[[a-z0-9,]+\]|\b(?:pip|uv|pipx)\s+(?:install|add|tool install)\b[^\n#]*?"
     r"(?<=[\s'\"])windrow(?=[\s'\"=<>~!]|$)"
 )
 
