@@ -163,7 +163,11 @@ async def attached_pod(
         if engine_calls:
             engine.start()
         try:
-            await until(lambda: any(h.slots for h in operator.hellos))
+            await until(
+                lambda: (
+                    operator.has_engine if engine_calls else any(h.slots for h in operator.hellos)
+                )
+            )
             yield operator, agent, engine
             print((folder / "agent.log").read_text())
         finally:

@@ -188,6 +188,11 @@ class AttachedOperator(attach_pb2_grpc.AttachServicer):
         return [m.heartbeat for m in self.heard if m.WhichOneof("message") == "heartbeat"]
 
     @property
+    def has_engine(self) -> bool:
+        """Whether a slot's engine has called; one that starts for long is refused before."""
+        return any(slot.engine and not slot.refused for h in self.hellos for slot in h.slots)
+
+    @property
     def hellos(self) -> list[attach_pb2.SidecarHello]:
         """All hellos so far."""
         return [m.hello for m in self.heard if m.WhichOneof("message") == "hello"]
