@@ -81,9 +81,9 @@ def check_arguments(args: Any) -> None:  # noqa: ANN401  SGLang's ServerArgs
             field="--disaggregation-mode",
             remedy="Run the sidecar in the decode instances.",
         )
-    if (args.page_size or 1) < 2:
+    if (tokens := args.page_size or 1) < 2:
         raise UserError(
-            f"pages of {args.page_size} token cannot be lent in chunks",
+            f"pages of {tokens} token cannot be lent in chunks",
             field="--page-size",
             remedy="Use --page-size 16 or more.",
         )
