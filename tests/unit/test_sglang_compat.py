@@ -164,10 +164,10 @@ PLAIN = [
         (["--tp", "2"], OFFICIAL, "--tp-size"),
         (["--tensor-parallel-size=8"], OFFICIAL, "--tp-size"),
         (["--dp", "2"], OFFICIAL, "--dp-size"),
-        (["--kv-cache-dtype", "fp8_e5m2"], OFFICIAL, "--kv-cache-dtype"),
+        (["--kv-cache-dtype", "fp4_e2m1"], OFFICIAL, "--kv-cache-dtype"),
         (["--speculative-algorithm", "EAGLE"], OFFICIAL, "--speculative-algorithm"),
         (["--enable-hierarchical-cache", "--port", "80"], OFFICIAL, "--enable-hierarchical-cache"),
-        (["--attention-backend", "trtllm_mha"], OFFICIAL, "--attention-backend"),
+        (["--attention-backend", "flashmla"], OFFICIAL, "--attention-backend"),
         (["--page-size", "1"], OFFICIAL, "--page-size"),
     ],
 )
