@@ -43,7 +43,8 @@ help:
 	@echo "make test-node   the tests that need one; says what is missing and skips where there can be none"
 	@echo "make chart   the chart against the schemas of three Kubernetes versions, and Grafana's types"
 	@echo "make packages   as root: the Debian packages without which some tests skip"
-	@echo "make images   the operator's image (NAMES='operator sidecar'; BASE=debian without a registry)"
+	@echo "make images   the operator's image (NAMES='operator sidecar'; BASE=debian without a registry;"
+	@echo "   NAMES=sglang SGLANG=REGISTRY/sglang@sha256:...: SGLang's official image with Windrow in it)"
 	@echo "make docs   the site, into build/site, built strictly"
 	@echo "make setup | lint | tidy | bench | proto | figures | constraints | clean"
 
@@ -60,6 +61,7 @@ $(VENV)/.dependencies: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.native: $(VENV)/.dependencies $(NATIVE) pyproject.toml
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "windrow needs a C++20 compiler: install g++ (Debian: apt-get install g++) or clang++"; exit 2; }
+	@$(UV) pip uninstall --quiet --python $(PY) windrow 2>/dev/null || true  # the name it had
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(UV) pip install --python $(PY) --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -80,6 +82,7 @@ $(SGLANG_VENV)/.dependencies: $(VENV)/.dependencies tools/sglang/requirements.tx
 $(SGLANG_VENV)/.windrow: $(VENV)/.native $(SGLANG_VENV)/.dependencies $(PACKAGES)
 	rm -rf build/sglang-wheel
 	WINDROW_WITHOUT_LAB=1 PATH="$(abspath $(VENV))/bin:$$PATH" $(UV) build --quiet --wheel --no-build-isolation --python $(PY) --out-dir build/sglang-wheel .
+	@$(UV) pip uninstall --quiet --python $(SGLANG_PY) windrow 2>/dev/null || true  # its plugin would start twice
 	$(UV) pip install --quiet --compile-bytecode --python $(SGLANG_PY) --no-deps --reinstall build/sglang-wheel/*.whl
 	@touch $@
 

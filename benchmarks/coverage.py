@@ -3,7 +3,7 @@
 Example: python -m benchmarks.coverage --recipes srt-slurm/recipes --runtimes ome/config/runtimes
 
 Both are folders of checkouts (NVIDIA/srt-slurm, sgl-project/ome); nothing of them is kept but
-counts. A decode section says yes if `compat.check_arguments` takes its command line, with a page
+counts. A decode section says yes if `sglang.check_arguments` takes its command line, with a page
 size as docs/sglang.md asks for; if the model's KV pool is one that is lent; and if its weights have
 a codec. The pool is told by the model's name, since recipes have no config.json; where the name
 says nothing, that counts as no.
@@ -22,8 +22,8 @@ from typing import Any
 import yaml
 
 from benchmarks.harness import Result, arguments, environment, write
+from windrow import sglang
 from windrow.errors import UserError
-from windrow_sidecar.engines.sglang import compat
 
 _ALIASES = {
     "tensor_parallel_size": "tp_size",
@@ -89,7 +89,7 @@ def refusal(name: str, precision: str, said: Mapping[str, Any], *, parallel: boo
             options[key] = int(value)
     if not parallel:
         options |= _PARALLEL
-    plain = {name: fine for name, fine, _ in compat._PLAIN}
+    plain = {name: fine for name, fine, _ in sglang._PLAIN}
     page = options.get("page_size")
     line = {
         **plain,
@@ -101,7 +101,7 @@ def refusal(name: str, precision: str, said: Mapping[str, Any], *, parallel: boo
         "page_size": page if isinstance(page, int) and page > 1 else 16,
     }
     try:
-        compat.check_arguments(SimpleNamespace(**line))
+        sglang.check_arguments(SimpleNamespace(**line))
     except UserError as error:
         return str(error.field)
     pool = next((pool for pattern, pool in _POOLS if re.search(pattern, name)), "")

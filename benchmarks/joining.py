@@ -97,7 +97,7 @@ async def _sidecar(folder: Path) -> AsyncIterator[AttachedOperator]:
         env=os.environ,
     )
     try:
-        await until(lambda: any(hello.slots for hello in operator.hellos), WITHIN_S)
+        await until(lambda: operator.has_engine, WITHIN_S)
         operator.set_policy(
             name="joining",
             policy="windrow",

@@ -379,7 +379,11 @@ def policy() -> dict[str, Any]:
         "apiVersion": "windrow.dev/v1alpha1",
         "kind": "HarvestPolicy",
         "metadata": {"name": "chat"},
-        "spec": {"selector": {"matchLabels": {"app": "chat"}}, "objective": {"tpot": "40ms"}},
+        "spec": {
+            "selector": {"matchLabels": {"app": "chat"}},
+            "objective": {"tpot": "40ms"},
+            "mode": "harvest",
+        },
     }
 
 

@@ -18,6 +18,7 @@ from windrow.crd.finetunejob import ROOT_RULES
 
 HEADER = "# Made from api/windrow/crd by tools/generate_crds.py: change it there.\n"
 
+FOLDERS = (ROOT / "crds", ROOT / "deploy" / "helm" / "windrow" / "files" / "crds")
 Schema = dict[str, Any]
 AGE = ("Age", "date", ".metadata.creationTimestamp", "")
 
@@ -208,11 +209,12 @@ def definition(kind: crd.Kind) -> Schema:
 
 def generated() -> dict[Path, str]:
     """Return the wanted content of every file that this tool writes."""
-    files = {
-        ROOT / "crds" / f"{kind.plural}.yaml": HEADER
-        + yaml.safe_dump(definition(kind), sort_keys=False, width=100)
+    texts = {
+        f"{kind.plural}.yaml": HEADER + yaml.safe_dump(definition(kind), sort_keys=False, width=100)
         for kind in crd.KINDS
     }
+    # The chart has copies, not a link: its folder alone is a whole chart.
+    files = {folder / name: text for folder in FOLDERS for name, text in texts.items()}
     return {**files, ROOT / "docs" / "conditions.md": conditions_markdown()}
 
 

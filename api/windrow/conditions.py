@@ -119,6 +119,8 @@ class Reason(StrEnum):
     NOT_SHARED_IN_SPACE = "NotSharedInSpace"
     NO_POLICY = "NoPolicy"
     POLICY_OFF = "PolicyOff"
+    SWITCHED_OFF = "SwitchedOff"
+    ENGINE_REFUSED = "EngineRefused"
     PODS_SELECTED = "PodsSelected"
     NO_PODS = "NoPods"
     QUOTA_USED = "QuotaUsed"
@@ -431,6 +433,18 @@ SLOT: Final = (
         R.NOT_SHARED_IN_SPACE,
         "The policy says `sharing: spatial`, and this GPU is shared in time; the condition "
         "SharedInSpace says why.",
+    ),
+    ConditionRow(
+        T.READY,
+        "False",
+        R.ENGINE_REFUSED,
+        "The engine cannot be harvested, or its plugin has never called; the message says why.",
+    ),
+    ConditionRow(
+        T.READY,
+        "False",
+        R.SWITCHED_OFF,
+        "Turned off in the pod, or the operator was not heard for the policy's lease.",
     ),
     ConditionRow(T.READY, "False", R.NO_POLICY, "No HarvestPolicy selects the pod."),
     ConditionRow(

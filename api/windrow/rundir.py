@@ -53,6 +53,8 @@ TOKEN_AUDIENCE = "windrow"
 # Trailing metadata of a refused stream: host:port of the replica of the operator that leads.
 LEADER_METADATA = "windrow-leader"
 PROTOCOL_VERSION = 1
+# How long a policy holds without a word of the operator, where it does not say.
+DEFAULT_LEASE_S = 300.0
 WORKER_LOG = "worker.log"  # in the directory of its job
 # Of a pod: more GPUs than any node has.
 MOST_SLOTS = 64
@@ -121,6 +123,15 @@ class RunDir:
     def mps_note(self) -> Path:
         """JSON: how to join that daemon, for the agent (`windrow_sidecar.compute.mps_joining`)."""
         return self.root / "mps.json"
+
+    def refusal(self) -> Path:
+        """JSON: why the plugin has switched harvesting off; there until the engine starts again."""
+        return self.root / f"refused-{self.slot}.json"
+
+    @property
+    def off_switch(self) -> Path:
+        """A file that people make: while it is there, the sidecar harvests nothing."""
+        return self.root / "off"
 
     def job_dir(self, job_uid: str) -> Path:
         """Scratch of one job: its spec as the worker reads it, logs."""

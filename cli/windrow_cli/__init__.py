@@ -23,6 +23,7 @@ from windrow_cli import (
     jobs,
     memory,
     monitor,
+    off,
     plan,
     profile,
     report,
@@ -75,6 +76,8 @@ app.command("resume")(jobs.resume)
 app.command("delete")(jobs.delete)
 app.command("logs")(jobs.logs)
 app.command("top")(top.top)
+app.command("off")(off.off)
+app.command("on")(off.on)
 app.command("explain")(explain.explain)
 app.command("report")(report.report)
 app.command("monitor")(monitor.monitor)

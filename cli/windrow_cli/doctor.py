@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from windrow.errors import Transient, UserError
+from windrow.wheel import install_extra
 from windrow_cli.output import Json, Kubeconfig, client, is_lab, print_json, print_line, table
 
 # A minute of checks, and what a first compilation may take on a busy machine.
@@ -128,7 +129,7 @@ def _torch() -> Finding:
     try:
         return Finding("torch", importlib.metadata.version("torch"), ok=True)
     except importlib.metadata.PackageNotFoundError:
-        return Finding("torch", "", ok=False, remedy="pip install 'windrow[sidecar]'")
+        return Finding("torch", "", ok=False, remedy=install_extra("sidecar"))
 
 
 def _cores() -> Finding:

@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from windrow.errors import UserError, WindrowError
-from windrow_cli.output import Json, print_json, print_line
+from windrow_cli.output import EXIT_USAGE, Json, print_json, print_line
 
 _KINDS = (
     "a Pod, a Deployment, StatefulSet, DaemonSet or Job, a LeaderWorkerSet, DisaggregatedSet, "
@@ -55,11 +55,12 @@ def inject(
         raise UserError(f"{file} {what} without a pod", field="--file", remedy=f"Give {_KINDS}.")
     if as_json:
         print_json(answers[0] if len(answers) == 1 else answers)
-        return
-    for answer in answers:
+    for answer in [] if as_json else answers:
         if len(answers) > 1:
             print_line(f"=== {answer['where']}")
         _print(answer)
+    if any(answer.get("refused") for answer in answers):
+        raise typer.Exit(EXIT_USAGE)
 
 
 def _print(answer: Mapping[str, Any]) -> None:
@@ -76,6 +77,8 @@ def _print(answer: Mapping[str, Any]) -> None:
         print_line(f"warning: {warning}")
     for note in answer["notes"]:
         print_line(f"note: {note}")
+    if answer["refused"]:
+        print_line(f"decode would serve, but not be harvested: {answer['refused']}")
     if answer["form"] == "attach":
         print_line(
             "The sidecar itself is attached later, while decode serves: when a job waits for it, "

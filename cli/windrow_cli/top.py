@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from windrow.conditions import Reason
 from windrow.errors import Transient, UserError
 from windrow_cli.output import (
     Context,
@@ -186,11 +187,13 @@ class Screen:
         columns = _Columns.of(options.max_width)
         slots, jobs = self._rooms()
         harvesting = sum(bool(slot.job) for slot in self._slots)
+        refused = sum(slot.why.startswith(Reason.ENGINE_REFUSED) for slot in self._slots)
         rate = sum(job.tokens_per_second for job in self._jobs if not job.finished)
         count = len(self._slots)
         yield Text.assemble(
             ("windrow top  ", "bold"),
             f"{count} {'slot' if count == 1 else 'slots'}, {harvesting} harvesting, ",
+            (f"{refused} cannot be harvested, " if refused else "", "red"),
             (f"{rate:,.0f} tokens/s", "bold green"),
         )
         yield Text()

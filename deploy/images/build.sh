@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Build images with buildah and leave each as an OCI archive below build/images, with its digest and a list
 # of its Python packages (CycloneDX).
-#   deploy/images/build.sh operator [sidecar]
+#   deploy/images/build.sh operator [sidecar] [sglang]
+# SGLANG=REGISTRY/sglang@sha256:... names the image that `sglang` adds Windrow to.
 # BASE=IMAGE names the base; BASE=debian makes one from packages, where no registry is at hand.
 # ARGS=... are handed to buildah, like --build-arg TORCH=cu130.
 set -euo pipefail
@@ -39,14 +40,25 @@ if [ "${BASE:-}" = debian ]; then
 fi
 [ -n "${BASE:-}" ] && flags+=(--build-arg "BASE=$BASE")
 for name in "${@:-operator}"; do
+  if [ "$name" = sglang ]; then
+    case "${SGLANG:-}" in
+      *@sha256:*) flags+=(--build-arg "SGLANG=$SGLANG") ;;
+      *)
+        echo "SGLANG='${SGLANG:-}' is not an image with a digest: write SGLANG=REGISTRY/sglang@sha256:..."
+        exit 2
+        ;;
+    esac
+  fi
   image=docker.io/windrow/$name:$version
   # shellcheck disable=SC2086
   buildah bud -q "${flags[@]}" ${ARGS:-} -f "deploy/images/$name/Dockerfile" -t "$image" .
   rm -f "$out/$name.tar"
   buildah push -q --digestfile "$out/$name.digest" "$image" "oci-archive:$out/$name.tar:$image"
   # Beside the archive, what is also in the image: its Python packages, as CycloneDX.
-  made=$(buildah from --pull-never "$image")
-  cp "$(buildah mount "$made")/opt/windrow/sbom.cdx.json" "$out/$name.cdx.json"
-  buildah rm "$made" >/dev/null
+  if [ "$name" != sglang ]; then
+    made=$(buildah from --pull-never "$image")
+    cp "$(buildah mount "$made")/opt/windrow/sbom.cdx.json" "$out/$name.cdx.json"
+    buildah rm "$made" >/dev/null
+  fi
   echo "$out/$name.tar ($image@$(cat "$out/$name.digest"), $(du -h "$out/$name.tar" | cut -f1))"
 done

@@ -196,6 +196,7 @@ class App:
             registration,
             served.template,
             TrustPublisher(kube, served.certificates, utc_now),
+            namespace=self._settings.namespace,
             timeouts=self._settings.timeouts,
             clock=utc_now,
             namespaces=self._settings.namespaces,

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from datetime import datetime, timedelta
-from importlib.metadata import version
 from typing import Final, Protocol
 
 import grpc
@@ -19,6 +18,7 @@ from windrow.crd import slot_name
 from windrow.proto import attach_pb2 as pb
 from windrow.proto import attach_pb2_grpc as pb_grpc
 from windrow.rundir import LEADER_METADATA, MOST_SLOTS, PROTOCOL_VERSION
+from windrow.wheel import installed_version
 from windrow_operator import claims, reports
 from windrow_operator.cluster_state import ClusterState, LiveSlot, jobs_of
 from windrow_operator.identity import Identity, Refused
@@ -30,7 +30,7 @@ from windrow_operator.session import Session
 
 log = logging.getLogger(__name__)
 
-_VERSION: Final = version("windrow")  # looked up in the files of all packages
+_VERSION: Final = installed_version()  # looked up in the files of all packages
 # A sidecar reports every second; of very many each one more seldom, so that all of them together
 # send no more messages than one process can take.
 _HEARTBEATS_PER_SECOND = 500
@@ -244,6 +244,7 @@ class AttachServer(pb_grpc.AttachServicer):
                 heartbeat_seconds=session.interval.total_seconds(),
                 rest_heartbeat_seconds=session.rest.total_seconds(),
                 leader_term=session.term,
+                renews=True,
             )
         )
 

@@ -52,6 +52,7 @@ class LiveSlot:
     attached: bool = False
     lost_at: datetime | None = None
     overstates: bool = False  # it promised more than its hardware can do
+    sidecar_version: str = ""
     promise: float = 0.0  # predicted tokens a second, smoothed over the last minutes
 
     def is_silent(self, now: datetime) -> bool:
@@ -197,6 +198,8 @@ class ClusterState(WatchedObjects):
             sharing=live.facts.sharing,
             sharing_code=live.facts.sharing_code,
             sharing_reason=live.facts.sharing_reason,
+            refused=live.facts.refused,
+            off=beat.off,
             engine_state=beat.engine_state if live.beat else "starting",
             breaker=beat.breaker,
             predicted_tokens_per_second=live.promise,

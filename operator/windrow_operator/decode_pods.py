@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from windrow import sglang
 from windrow.crd import LABEL_INJECT
 from windrow_operator.command_line import commands_of, is_open, option_of, options_of
 
@@ -191,6 +192,9 @@ class Decoders:
     doubt: str = ""
 
 
+_NO_SIGN = "no sign of another one"
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """Which engine a container runs, and by which evidence.
@@ -227,7 +231,7 @@ def engine_of(container: Mapping[str, Any]) -> Engine:
         return Engine(SGLANG if SGLANG in shown else min(shown), f"its image {image}")
     if option_of(container, MODE):
         return Engine(SGLANG, f"the option {MODE}")
-    return Engine(SGLANG, "no sign of another one")
+    return Engine(SGLANG, _NO_SIGN)
 
 
 def other_engine(container: Mapping[str, Any]) -> str:
@@ -353,6 +357,21 @@ def _default_container(pod: Mapping[str, Any]) -> str:
     said = annotations_of(pod)
     legacy = said.get("kubectl.kubernetes.io/default-logs-container", "")
     return said.get(ANNOTATION_DEFAULT_CONTAINER, legacy)
+
+
+def harvest_refusal(container: Mapping[str, Any]) -> str:
+    """Return why SGLang in `container` would not be harvested, as its plugin would say it.
+
+    Empty: it would, as far as a manifest tells, or it is not SGLang.
+    """
+    engine = engine_of(container)
+    words = [word for command in commands_of(container) for word in command]
+    ours = any(word.startswith("windrow_sidecar") for word in words)
+    if engine.name != SGLANG or engine.why == _NO_SIGN or ours:
+        return ""
+    set_to = {str(e.get("name")): e.get("value") for e in container.get("env") or ()}
+    insisted = set_to.get(sglang.ENV_UNTESTED) == "1"
+    return sglang.refusal(words, str(container.get("image", "")), insisted=insisted)
 
 
 def decoders_of(pod: Mapping[str, Any]) -> list[Body]:

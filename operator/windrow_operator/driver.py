@@ -38,6 +38,8 @@ _SETTLE_SECONDS = 0.02
 # The clock alone changes things: hours, quotas, rests, silence.
 _CLOCK_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
+# The shortest lease is two seconds.
+_RENEWED_SECONDS = 0.4
 # Steps at a time. Each mostly waits for the API server, which has others to serve as well.
 _WORKERS = 4
 # So many slots and jobs are looked at in one go; admission and streams have their turn in between.
@@ -99,6 +101,7 @@ class Driver:
         self._cluster, self._metrics, self._clock = cluster, metrics, clock
         self._n_workers = workers
         self._slots = SlotTable()
+        self._slots.policies = cluster.policies
         self._queue, self._schedule, self._alarm = WorkQueue(), DueKeys(), _Alarm()
         self._sidecars = Sidecars(cluster, kube, recorder, metrics, self._within)
         self._policies = PolicyStatus(cluster, kube, metrics)
@@ -185,7 +188,8 @@ class Driver:
     async def _end_sessions_always(self) -> None:
         while True:
             await self._sidecars.end_sessions(self._clock())
-            await asyncio.sleep(_CLOCK_SECONDS)
+            await self._sidecars.renew(self._clock())
+            await asyncio.sleep(_RENEWED_SECONDS)
 
     async def _keep_house_always(self) -> None:
         while True:
@@ -204,6 +208,9 @@ class Driver:
         if self._clock_passed is None or now - self._clock_passed >= passed:
             self._clock_passed = now
             self._cluster.pass_time(now)
+        if self._slots.off != self._cluster.off:
+            self._slots.off = self._cluster.off
+            self._cluster.changed_jobs.mark_all(self._cluster.index.waiting)
         self._sidecars.configure_changed(self._cluster.changed_pods.take("driver"), now)
         due = dict.fromkeys(self._take_slots(now))
         self._preempt()
@@ -220,7 +227,7 @@ class Driver:
         if self._room != self._slots.room and waiting:
             # Whoever has waited longest comes first, also before one that has just come.
             if began >= self._waiting_due or any(uid in waiting for uid in due):
-                due |= waiting
+                due |= {uid: None for uid in waiting if not self._steps.pauses(uid)}
                 self._room = self._slots.room
             else:
                 self._alarm.within(self._waiting_due - began)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta
 
-from windrow.crd import FINALIZER, FINETUNE_JOB
+from windrow.crd import FINALIZER, FINETUNE_JOB, FinetuneJobSpec
 from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import tenancy
@@ -22,10 +23,10 @@ from windrow_operator.finalizers import set_finalizer
 from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
 from windrow_operator.lease import NotLeading
 from windrow_operator.metrics import Metrics
-from windrow_operator.model import Base, Holder, Job, Slot
+from windrow_operator.model import Base, Holder, Job, Slot, UnreadableSecret
 from windrow_operator.planning import serves_model
-from windrow_operator.reconcile import Actions, Command, Timeouts, reconcile, without_secret
-from windrow_operator.secrets import JobSecrets, read_secrets
+from windrow_operator.reconcile import Actions, Command, Timeouts, reconcile
+from windrow_operator.secrets import JobSecrets, names_secrets, read_secrets
 from windrow_operator.sidecars import Sidecars
 from windrow_operator.slot_table import SlotTable
 from windrow_operator.status import is_urgent, own_checkpoint
@@ -70,10 +71,24 @@ class JobSteps:
         self._look_again, self._timeouts, self._clock = look_again, timeouts, clock
         self._budget = WriteBudget(PROGRESS_PER_SECOND)
         self._progress_written: dict[str, datetime] = {}  # by job UID
+        # By job UID, with the job's generation: one that has changed may name another.
+        self._unreadable: dict[str, tuple[int, UnreadableSecret]] = {}
+        self._paused: dict[str, datetime] = {}  # by job UID: when a step that failed is due again
 
     def forget(self, uid: str) -> None:
         """Drop what is known of a job that is gone."""
         self._progress_written.pop(uid, None)
+        self._unreadable.pop(uid, None)
+        self._paused.pop(uid, None)
+
+    def pauses(self, uid: str) -> bool:
+        """Return whether a job waits after a step that failed, so that no free slot wakes it.
+
+        A step gives back what it had reserved. That wakes jobs that wait, but not the job itself:
+        it would ask the API server as fast as that answers.
+        """
+        until = self._paused.get(uid)
+        return until is not None and self._clock() < until
 
     async def take(self, uid: str) -> None:
         """Take the step that is due for a job.
@@ -85,6 +100,7 @@ class JobSteps:
             self.forget(uid)
             return
         job = self._cluster.job_view(uid)
+        self._paused.pop(uid, None)
         try:
             await self._take(job)
         except ObjectNotFound:
@@ -93,42 +109,61 @@ class JobSteps:
             await self._refresh(job)
         except ApiError as error:
             log.warning("job %s: %s", job.key, error)
-            self._look_again(uid, error.retry_after)
+            self._pause(uid, error.retry_after)
         except NotLeading:
-            self._look_again(uid, _AGAIN)
+            self._pause(uid, _AGAIN)
             raise
         except Exception:  # a surprise in one job must not stop the others
             log.exception("job %s could not be reconciled", job.key)
-            self._look_again(uid, _AFTER_A_SURPRISE)
+            self._pause(uid, _AFTER_A_SURPRISE)
         finally:
             if slot := self._slots.release(uid):
                 self._cluster.changed_slots.mark(slot)
 
     async def _take(self, job: Job) -> None:
-        now = self._clock()
-        if job.slot and (view := self._cluster.slot_of(job.slot, now)) is not None:
-            self._slots.put(view)  # as new as what is known of the run
-        run = self._cluster.run_of(job)
-        actions = reconcile(job, run, self._slots, now, self._timeouts)
+        actions, secrets = self._decide(job), JobSecrets()
+        if job.spec is not None and _places(actions) and names_secrets(job.spec):
+            # Nothing is reserved while a Secret is read: slots may have changed when it is there.
+            secrets = await self._read_secrets(job, job.spec)
+            actions = self._decide(job)
+            try:  # by the policy of the slot that it is to have now
+                self._require_endpoints(job, actions, secrets)
+            except UserError as error:
+                self._note_unreadable(job, error)
+                actions, secrets = self._decide(job), JobSecrets()
         for command in actions.commands:
             if command.action == "ASSIGN":
                 base = Base.of(job.spec) if job.spec else None
                 self._slots.reserve(command.slot, Holder(job.uid, job.key, base))
-        actions, secrets = await self._with_secrets(job, actions, now)
         await self._carry_out(job, actions, secrets)
 
-    async def _with_secrets(
-        self, job: Job, actions: Actions, now: datetime
-    ) -> tuple[Actions, JobSecrets]:
+    def _pause(self, uid: str, pause: timedelta) -> None:
+        self._paused[uid] = self._clock() + pause
+        self._look_again(uid, pause)
+
+    def _decide(self, job: Job) -> Actions:
+        now = self._clock()
+        if job.slot and (view := self._cluster.slot_of(job.slot, now)) is not None:
+            self._slots.put(view)  # as new as what is known of the run
+        generation, unreadable = self._unreadable.get(job.uid, (0, None))
+        if unreadable is not None and generation == job.generation:
+            job = replace(job, unreadable=unreadable)
+        run = self._cluster.run_of(job)
+        return reconcile(job, run, self._slots, now, self._timeouts)
+
+    async def _read_secrets(self, job: Job, spec: FinetuneJobSpec) -> JobSecrets:
         """Read the Secrets of a job that is about to be placed; without them it waits."""
-        if job.spec is None or all(command.action != "ASSIGN" for command in actions.commands):
-            return actions, JobSecrets()
         try:
-            secrets = await read_secrets(self._kube, job.namespace, job.spec)
-            self._require_endpoints(job, actions, secrets)
+            secrets = await read_secrets(self._kube, job.namespace, spec)
         except UserError as error:
-            return without_secret(job, str(error), now, self._timeouts), JobSecrets()
-        return actions, secrets
+            self._note_unreadable(job, error)
+            return JobSecrets()
+        self._unreadable.pop(job.uid, None)
+        return secrets
+
+    def _note_unreadable(self, job: Job, error: UserError) -> None:
+        until = self._clock() + self._timeouts.secret_pause
+        self._unreadable[job.uid] = (job.generation, UnreadableSecret(str(error), until))
 
     def _require_endpoints(self, job: Job, actions: Actions, secrets: JobSecrets) -> None:
         """Refuse Secrets that name an endpoint which the policy of the slot does not allow."""
@@ -199,7 +234,7 @@ class JobSteps:
             return
         except ApiError as error:
             log.warning("job %s could not be read again: %s", job.key, error)
-            self._look_again(job.uid, _AGAIN)
+            self._pause(job.uid, _AGAIN)
             return
         if body["metadata"]["uid"] == job.uid:
             self._cluster.put_job(body)
@@ -231,6 +266,10 @@ class JobSteps:
                 reason=command.reason,
             )
         )
+
+
+def _places(actions: Actions) -> bool:
+    return any(command.action == "ASSIGN" for command in actions.commands)
 
 
 def assignment(job: Job, command: Command, slot: Slot, index: int) -> pb.Assign:

@@ -22,6 +22,7 @@ from windrow_operator.kube import ApiError, Kube
 from windrow_operator.lease import NotLeading
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Pod
+from windrow_operator.off_switch import why_off
 from windrow_operator.profiles import Profiles
 from windrow_operator.reconcile import Timeouts
 from windrow_operator.slots import LOOK_SECONDS, SlotWriter
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 _STORE_AGAIN_S = 2.0
 # Latency profiles that wait to be stored: each sidecar reports at each attach.
 _MOST_REPORTS = 4096
+# The switch of the cluster is looked at so often.
+_SWITCH_SECONDS = 2.0
 # A LatencyProfile that somebody deletes is given to no new pod after that time.
 _PROFILES_COMPARED_S = 60.0
 # Somebody else may change the registration at any time; pods come without a sidecar meanwhile.
@@ -49,6 +52,7 @@ class Leading:
         registration: of the webhook.
         template: of a sidecar.
         trust: tells sidecars which authorities to trust.
+        namespace: of the operator, where the cluster's switch is.
         timeouts: for decisions.
         namespaces: that are served; none: all.
         clock: the time, aware.
@@ -64,12 +68,14 @@ class Leading:
         template: Callable[[], SidecarTemplate],
         trust: TrustPublisher,
         *,
+        namespace: str,
         timeouts: Timeouts,
         clock: Callable[[], datetime],
         namespaces: tuple[str, ...] = (),
     ) -> None:
         self._cluster, self._attach, self._clock = cluster, attach, clock
         self._registration, self._trust = registration, trust
+        self._kube, self._namespace = kube, namespace
         self._recorder = recorder = Recorder(kube, clock)
         self._driver = Driver(cluster, kube, recorder, metrics, timeouts=timeouts, clock=clock)
         self._driver.connect(attach)
@@ -85,6 +91,7 @@ class Leading:
         Raises:
             ApiError: the API server does not answer; to be called again.
         """
+        self._cluster.switch(await why_off(self._kube, self._namespace))
         await self._slots.load()
         self._cluster.forget_unused_slots()  # their pods went while nobody led
         await self._profiles.load()
@@ -103,6 +110,7 @@ class Leading:
                 tasks.create_task(self._keep_profiles(), name="profiles")
                 tasks.create_task(self._keep_registered(), name="registration")
                 tasks.create_task(self._deployments.run(), name="deployments")
+                tasks.create_task(self._watch_switch(), name="switch")
         finally:
             self._attach.close()
 
@@ -120,6 +128,20 @@ class Leading:
             self._reports.put_nowait((pod, report))
         else:
             log.warning("a latency profile of pod %s is not stored: too many wait", pod.key)
+
+    async def _watch_switch(self) -> None:
+        """Ask for the switch of the cluster now and then; what is not answered changes nothing."""
+        while True:
+            await asyncio.sleep(_SWITCH_SECONDS)
+            try:
+                off = await why_off(self._kube, self._namespace)
+            except ApiError as error:
+                log.warning("the cluster's switch could not be read: %s", error)
+                continue
+            if off != self._cluster.off:
+                log.warning("harvesting: %s", off or "as the policies say again")
+                self._cluster.switch(off)
+                self.on_news()
 
     async def _write_slots(self) -> None:
         while True:

@@ -253,6 +253,8 @@ class Slot:
     sharing: str = ""  # of a GPU: spatial or temporal; "": of a host, or nobody has said
     sharing_code: str = ""  # why it is shared so, as a reason of the condition SharedInSpace
     sharing_reason: str = ""  # the same in words
+    refused: str = ""  # why its engine cannot be harvested, in the plugin's words
+    off: str = ""  # why its sidecar harvests nothing whatever the policy says
     engine_state: str = "serving"
     breaker: str = ""
     predicted_tokens_per_second: float = 0.0  # over the last minutes
@@ -281,6 +283,19 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class UnreadableSecret:
+    """A Secret of a job that could not be read.
+
+    Attributes:
+        message: which, why, and what to do.
+        until: when it is read again.
+    """
+
+    message: str
+    until: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A FinetuneJob, checked."""
 
@@ -304,6 +319,7 @@ class Job:
     priority_class_missing: str = ""  # the PriorityClass that it names, where there is none
     namespace_labels: Mapping[str, str] = field(default_factory=dict)
     destination_owner: str = ""  # an older job that writes to the same place, in words
+    unreadable: UnreadableSecret | None = None  # a Secret of its, when it was last read
 
     @property
     def key(self) -> str:

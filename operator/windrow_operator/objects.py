@@ -71,6 +71,7 @@ class WatchedObjects:
         self._selected: dict[str, tuple[Pod, int, CheckedPolicy | None]] = {}  # by pod UID
         self.policies_changed = 0  # how often
         self._terms: dict[str, tuple[datetime, EffectivePolicy]] = {}  # by policy key
+        self.off = ""  # why nothing at all is harvested in the cluster; empty: policies decide
 
     def put_job(self, body: Mapping[str, Any], *, put_back: bool = False) -> None:
         """Keep a FinetuneJob unless a newer version is here; `put_back`: even then.
@@ -229,6 +230,15 @@ class WatchedObjects:
             if pod.node == name:
                 self._pod_has_changed(pod)
 
+    def switch(self, off: str) -> None:
+        """Harvest nothing whatever policies say, and why; empty: as they say."""
+        if self.off != off:
+            self.off = off
+            self._terms.clear()
+            self.changed_pods.mark_all(self.pods)
+            for slots in self._slots_of_pod.values():
+                self.changed_slots.mark_all(slots)
+
     def policy_of(self, pod: Pod) -> CheckedPolicy | None:
         """Return the policy that `pod` is under; None: no policy selects it."""
         known = self._selected.get(pod.uid)
@@ -246,7 +256,10 @@ class WatchedObjects:
         known = self._terms.get(policy.key)
         if known is not None and known[0] == now:
             return known[1]
-        terms = policies.terms_of(policy, now, self.usage.today(policy.key, now))
+        if self.off:
+            terms = EffectivePolicy(policy, "off", self.off)
+        else:
+            terms = policies.terms_of(policy, now, self.usage.today(policy.key, now))
         if known is not None and known[1] == terms:
             terms = known[1]  # the same object, by which it is seen that nothing has changed
         self._terms[policy.key] = (now, terms)

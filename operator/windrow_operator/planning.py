@@ -23,6 +23,7 @@ from windrow_operator.slot_table import SlotTable, capacity_refusal, unreachable
 
 # A message lists so many slots one by one; a cluster may have thousands, so that those of other
 # namespaces are looked for among so many only.
+_MODELS_LISTED = 10
 SLOTS_LISTED, _LOOKED_AT = 8, 256
 # Shared weights need not be loaded, and leave the worker as much more memory.
 _WEIGHTS_THERE: Final = 1.25
@@ -111,6 +112,12 @@ def same_model(job: Job, model: str) -> bool:
     )
 
 
+def served_models(job: Job, table: SlotTable) -> list[str]:
+    """Return the models that slots serve which the job may know of, each once, at most ten."""
+    found = {slot.model: None for slot in _shown(job, table) if slot.model}
+    return sorted(found)[:_MODELS_LISTED]
+
+
 def _others(job: Job, slot: Slot) -> list[Holder]:
     return [holder for holder in slot.holders if holder.uid != job.uid]
 
@@ -173,7 +180,12 @@ def _unwritable(job: Job, slot: Slot) -> str:
     trees = tenancy.with_namespace(slot.outputs, job.namespace)
     if trees and is_below(trees, job.spec.output.destination):
         return ""
-    given = f"only below {' and '.join(trees)}" if trees else "nowhere"
+    given = (
+        f"only below {' and '.join(trees)}"
+        if trees
+        else "nowhere. Name a bucket, or have a volume added to the policy (spec.sidecar.volumes, "
+        "with a persistentVolumeClaim that is not readOnly)"
+    )
     return (
         f"cannot write {job.spec.output.destination}: by its policy's volumes its pod may write "
         f"{given}"
@@ -218,12 +230,7 @@ def rate(tokens_per_second: float) -> str:
 def _explain(job: Job, table: SlotTable) -> str:
     shown = list(itertools.islice(_shown(job, table), SLOTS_LISTED + 1))
     if not shown:
-        return (
-            f"No slot is open to namespace {job.namespace} yet: a policy has to select a decode "
-            "pod of it, and its sidecar to attach. One of another namespace is open where its "
-            "HarvestPolicy admits this namespace (access.namespaceSelector) and the job names that "
-            "policy in spec.policies"
-        )
+        return _explain_none(job, table)
     listed = [f"{_name(job, slot)} {refusal(job, slot)}" for slot in shown[:SLOTS_LISTED]]
     # Those of other namespaces are not counted: how many there are is nobody else's business.
     own = sum(slot.key.startswith(f"{job.namespace}/") for slot in shown[:SLOTS_LISTED])
@@ -233,6 +240,26 @@ def _explain(job: Job, table: SlotTable) -> str:
     elif len(shown) > SLOTS_LISTED:
         listed.append("and more slots refuse")
     return "; ".join(listed)
+
+
+def _explain_none(job: Job, table: SlotTable) -> str:
+    """Say why no slot is open to the job: of the policies those of the job's own namespace."""
+    if table.off:
+        return f"There is no slot: {table.off}"
+    mine = [policy for policy in table.policies.values() if policy.namespace == job.namespace]
+    for policy in mine:
+        if policy.spec is None:
+            return f"There is no slot yet: policy {policy.name} is not valid: {policy.error}"
+    if mine and all(policy.spec and policy.spec.mode == "off" for policy in mine):
+        names = ", ".join(policy.name for policy in mine)
+        many = "policies {} are" if mine[1:] else "policy {} is"
+        return f"There is no slot: {many.format(names)} in mode off"
+    return (
+        f"No slot is open to namespace {job.namespace} yet: a policy has to select a decode "
+        "pod of it, and its sidecar to attach. One of another namespace is open where its "
+        "HarvestPolicy admits this namespace (access.namespaceSelector) and the job names that "
+        "policy in spec.policies"
+    )
 
 
 def _shown(job: Job, table: SlotTable) -> Iterator[Slot]:

@@ -153,6 +153,7 @@ def config_of(terms: EffectivePolicy | None) -> pb.PolicyConfig:
         max_memory_percent=spec.limits.max_memory_percent,
         generation=terms.policy.generation,
         deferral_seconds=deferral.total_seconds() if deferral else 0.0,
+        lease_seconds=spec.lease.total_seconds(),
     )
 
 
@@ -163,6 +164,8 @@ class PolicyCounts:
     pods: int = 0
     slots: int = 0
     harvesting: int = 0
+    refused: int = 0
+    why_refused: str = ""  # of the first: its slot and the reason
 
 
 def status_of(
@@ -187,9 +190,15 @@ def status_of(
         else ("False", Reason.INVALID_SPEC, policy.error)
     )
     selecting: tuple[Status, str, str] = (
-        ("True", Reason.PODS_SELECTED, _count(policy_counts.pods, "decode pod"))
+        ("True", Reason.PODS_SELECTED, _selected(policy_counts))
         if policy_counts.pods
-        else ("False", Reason.NO_PODS, f"No decode pod of namespace {policy.namespace} matches")
+        else (
+            "False",
+            Reason.NO_PODS,
+            f"No decode pod of namespace {policy.namespace} matches. A pod "
+            "that no rule takes for decode needs the label windrow.dev/inject: enabled in its "
+            "template; windrow inject -f shows it",
+        )
     )
     conditions = set_condition(held, T.ACCEPTED, *accepted, policy.generation, now)
     conditions = set_condition(conditions, T.SELECTS_PODS, *selecting, policy.generation, now)
@@ -199,6 +208,7 @@ def status_of(
         "pods": policy_counts.pods,
         "slots": policy_counts.slots,
         "harvesting": policy_counts.harvesting,
+        "refused": policy_counts.refused,
     }
     if not usage.day:
         return status
@@ -208,6 +218,17 @@ def status_of(
     ]
     used = {"day": usage.day, "gpuSeconds": round(usage.seconds, 1), "namespaces": of_namespaces}
     return {**status, "usage": used}
+
+
+def _selected(policy_counts: PolicyCounts) -> str:
+    pods = _count(policy_counts.pods, "decode pod")
+    if not policy_counts.refused:
+        return pods
+    of_slots = "slot" if policy_counts.refused == 1 else "slots"
+    return (
+        f"{pods}; {policy_counts.refused} {of_slots} cannot be harvested, the first: "
+        f"{policy_counts.why_refused}"
+    )
 
 
 def _count(number: int, what: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from windrow.crd import HARVEST_POLICY
@@ -79,17 +80,26 @@ class PolicyStatus:
 
     async def _counts(self) -> dict[str, policies.PolicyCounts]:
         """Return what every policy has under it."""
-        counts: dict[str, list[int]] = {}
+        counts: dict[str, policies.PolicyCounts] = {}
+        none = policies.PolicyCounts()
         active = self._cluster.active_slots()
         policy_of_pod: dict[str, str] = {}
         async for pod in in_pieces(self._cluster.pods.values()):
             policy = self._cluster.policy_of(pod)
             if policy is not None and not pod.ending:
                 policy_of_pod[pod.uid] = policy.key
-                counts.setdefault(policy.key, [0, 0, 0])[0] += 1
+                so_far = counts.get(policy.key, none)
+                counts[policy.key] = replace(so_far, pods=so_far.pods + 1)
         async for live in in_pieces(self._cluster.slots.values()):
             key = policy_of_pod.get(live.pod_uid)
-            if key is not None and live.attached:
-                counts[key][1] += 1
-                counts[key][2] += live.key in active
-        return {key: policies.PolicyCounts(*three) for key, three in counts.items()}
+            if key is None or not live.attached:
+                continue
+            so_far, refused = counts[key], live.facts.refused
+            counts[key] = replace(
+                so_far,
+                slots=so_far.slots + 1,
+                harvesting=so_far.harvesting + (live.key in active),
+                refused=so_far.refused + bool(refused),
+                why_refused=so_far.why_refused or (refused and f"{live.name}: {refused}"),
+            )
+        return counts

@@ -20,6 +20,7 @@ from windrow.crd import (
     VERSION,
 )
 from windrow.errors import UserError
+from windrow.off import SWITCH
 from windrow_operator.certificates import SECRET
 from windrow_operator.injection import PROFILES_CONFIG_MAP, TRUST_CONFIG_MAP
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound
@@ -68,6 +69,7 @@ RIGHTS: tuple[Right, ...] = (
     Right(("create", "patch", "delete"), "configmaps", name=PROFILES_CONFIG_MAP),
     Right(("list", "watch"), "priorityclasses", "scheduling.k8s.io", cluster=True),
     Right(("create",), "tokenreviews", "authentication.k8s.io", cluster=True),
+    Right(("get",), "configmaps", name=SWITCH, own=True),
     Right(("create",), "leases", "coordination.k8s.io", own=True),
     Right(("get", "update"), "leases", "coordination.k8s.io", name=LEASE, own=True),
     Right(

@@ -11,9 +11,9 @@ import json
 import sys
 from typing import Any
 
-from windrow.crd import parse_policy_spec
+from windrow.crd import LABEL_INJECT, parse_policy_spec
 from windrow.crd.harvestpolicy import SharingMode, SidecarSpec
-from windrow_operator.decode_pods import matching_rule
+from windrow_operator.decode_pods import decoders_of, harvest_refusal, matching_rule
 from windrow_operator.injection import (
     LABEL_POD_SECURITY,
     PodNamespace,
@@ -53,7 +53,8 @@ def preview(pod: dict[str, Any], policy: dict[str, Any] | None) -> dict[str, Any
         return {"rule": rule, "touched": False, "why": str(refusal), "reason": refusal.reason}
     if done is None:
         why = (
-            "no rule of a stack matches, and no label asks for it, or one forbids it"
+            "no rule of a stack matches, and no label asks for it, or one forbids it: "
+            f"{LABEL_INJECT}: enabled on the pod (its template) asks for it"
             if not rule
             else "the policy does not select it"
         )
@@ -68,6 +69,7 @@ def preview(pod: dict[str, Any], policy: dict[str, Any] | None) -> dict[str, Any
         "gpu": {"access": done.gpu.way, "why": done.gpu.why},
         "warnings": list(done.said),
         "notes": list(done.notes),
+        "refused": next(filter(None, map(harvest_refusal, decoders_of(pod))), ""),
     }
 
 

@@ -15,8 +15,17 @@ from typing import Any
 from windrow.conditions import ConditionType as T
 from windrow.conditions import Reason, get_condition, is_finished, is_true
 from windrow_operator import status
-from windrow_operator.model import ALIVE, STALE_AFTER, Job, JobPlacement, RunState, Slot, name_in
-from windrow_operator.planning import NoPlacement, admission_refusal, place
+from windrow_operator.model import (
+    ALIVE,
+    STALE_AFTER,
+    Job,
+    JobPlacement,
+    RunState,
+    Slot,
+    UnreadableSecret,
+    name_in,
+)
+from windrow_operator.planning import NoPlacement, admission_refusal, place, served_models
 from windrow_operator.slot_table import SlotTable
 
 
@@ -100,6 +109,7 @@ def reconcile(
         return _deleting(job, run, slots.get(job.slot), now, timeouts)
     if _deadline(job) is not None and now >= _deadline(job):  # type: ignore[operator]
         return _give_up(job, run, Reason.DEADLINE_EXCEEDED, _deadline_words(job), now, abort=True)
+    run = _with_served_models(job, run, slots)
     step = _placed(job, run, slots, now, timeouts) if job.slot else _unplaced(job, slots, now)
     return _wake_by(_held(job, step), _deadline(job))
 
@@ -180,6 +190,8 @@ def _unplaced(job: Job, slots: Mapping[str, Slot], now: datetime) -> Actions:
     retry_at = _time(job.status.get("retryAt"))
     if retry_at is not None and now < retry_at:
         return Actions(wake_at=retry_at)
+    if job.unreadable is not None and now < job.unreadable.until:
+        return without_secret(job, job.unreadable, now)
     choice = place(job, slots if isinstance(slots, SlotTable) else slots.values())
     if isinstance(choice, NoPlacement):
         after = status.waiting(job, Reason.NO_SLOT, choice.message, now)
@@ -192,11 +204,11 @@ def _unplaced(job: Job, slots: Mapping[str, Slot], now: datetime) -> Actions:
     )
 
 
-def without_secret(job: Job, message: str, now: datetime, timeouts: Timeouts) -> Actions:
+def without_secret(job: Job, unreadable: UnreadableSecret, now: datetime) -> Actions:
     """Leave a job waiting whose Secret could not be read; it is read again after a while."""
-    after = status.waiting(job, Reason.SECRET_UNREADABLE, message, now)
-    step = _write_status(job, after, Reason.SECRET_UNREADABLE, message, warning=True)
-    return replace(step, wake_at=now + timeouts.secret_pause)
+    after = status.waiting(job, Reason.SECRET_UNREADABLE, unreadable.message, now)
+    step = _write_status(job, after, Reason.SECRET_UNREADABLE, unreadable.message, warning=True)
+    return replace(step, wake_at=unreadable.until)
 
 
 def _refusal(job: Job) -> tuple[Reason, str] | None:
@@ -345,6 +357,21 @@ def _failed(job: Job, run: JobPlacement, now: datetime, timeouts: Timeouts) -> A
         wake_at=retry_at,
         slot_failed=not run.got_further,
     )
+
+
+def _with_served_models(
+    job: Job, run: JobPlacement | None, slots: Mapping[str, Slot]
+) -> JobPlacement | None:
+    """Name what decode serves where a worker has not found the job's model: it needs no Hub."""
+    if run is None or run.state is not RunState.FAILED or run.reason != Reason.MODEL_NOT_FOUND:
+        return run
+    table = slots if isinstance(slots, SlotTable) else SlotTable(slots.values())
+    models = served_models(job, table)
+    if not models:
+        return run
+    remedy = f"Slots serve {', '.join(models)}: a job that names one of them shares its weights."
+    detail = f"{run.detail.rstrip('.')}. {remedy}"
+    return replace(run, detail=detail, remedy=f"{run.remedy} {remedy}".strip())
 
 
 def _failure_event(run: JobPlacement, default: str) -> Event:

@@ -39,6 +39,11 @@ class JobSecrets:
     output: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
+def names_secrets(spec: FinetuneJobSpec) -> bool:
+    """Return whether a job names any Secret."""
+    return bool(spec.dataset.secret_ref or spec.output.secret_ref)
+
+
 async def read_secrets(kube: Kube, namespace: str, spec: FinetuneJobSpec) -> JobSecrets:
     """Return what the Secrets that `spec` names hold.
 

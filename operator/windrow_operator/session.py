@@ -8,9 +8,12 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from windrow.proto import attach_pb2 as pb
+from windrow.rundir import DEFAULT_LEASE_S
 from windrow_operator.model import Pod
 
 MISSED_HEARTBEATS: Final = 3
+# One that is lost or late must not end a lease.
+_RENEWALS_IN_A_LEASE, _LONGEST_RENEWAL_S = 5, 60.0
 # Until the first heartbeat: an engine that has just called has its sidecar busy.
 _FIRST_HEARTBEAT = timedelta(seconds=15)
 
@@ -30,6 +33,7 @@ class Session:
     due: datetime | None = None  # when it counts as silent; None: nothing is expected of it
     outbox: asyncio.Queue[pb.OperatorMessage | None] = field(default_factory=asyncio.Queue)
     config: pb.PolicyConfig | None = None  # as last sent
+    renewed_at: datetime | None = None  # when the policy was last sent or renewed
 
     def send(self, message: pb.OperatorMessage) -> None:
         """Queue a message; it is lost when the stream ends, and then the next pass sees that."""
@@ -59,6 +63,15 @@ class Session:
     def patience(self, *, at_rest: bool) -> timedelta:
         """Return how long a sidecar may be silent."""
         return MISSED_HEARTBEATS * (self.rest if at_rest else self.interval)
+
+    def renew(self, now: datetime) -> None:
+        """Say that the policy still holds, several times in its lease."""
+        lease_s = (self.config.lease_seconds if self.config else 0) or DEFAULT_LEASE_S
+        pause = timedelta(seconds=min(_LONGEST_RENEWAL_S, lease_s / _RENEWALS_IN_A_LEASE))
+        if self.config is None or (self.renewed_at and now - self.renewed_at < pause):
+            return
+        self.renewed_at = now
+        self.send(pb.OperatorMessage(renewal=pb.PolicyRenewal()))
 
     def configure(self, config: pb.PolicyConfig) -> None:
         """Tell the sidecar its policy if that has changed."""

@@ -90,6 +90,11 @@ class Sidecars:
             known = self._configs[terms.policy.key] = (terms, policies.config_of(terms))
         return known[1]
 
+    async def renew(self, now: datetime) -> None:
+        """Tell every sidecar in time that its policy still holds."""
+        async for session in in_pieces(self._attach.sessions.values() if self._attach else ()):
+            session.renew(now)
+
     async def end_sessions(self, now: datetime) -> None:
         """End the streams of sidecars that are silent, and of those whose pod is no more."""
         attach = self._attach

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from windrow_operator.model import Holder, Job, Slot
+from windrow_operator.model import CheckedPolicy, Holder, Job, Slot
 
 _Kind = tuple[object, ...]
 
@@ -27,6 +27,10 @@ def unreachable(slot: Slot) -> str:
 
 def capacity_refusal(slot: Slot) -> str:
     """Return why a slot takes nobody's job now; empty: it takes jobs."""
+    if slot.refused:
+        return f"has an engine that cannot be harvested: {slot.refused}"
+    if slot.off:
+        return f"is {slot.off}" if slot.off.startswith("turned") else f"waits: {slot.off}"
     if slot.tensor_parallel > 1:
         return f"is one of {slot.tensor_parallel} tensor-parallel ranks, which cannot lend yet"
     if slot.unseen_device:
@@ -85,10 +89,14 @@ class SlotTable(Mapping[str, Slot]):
     Attributes:
         room: grows whenever a slot has changed so that a job which waits might go there now, or
             would be told something else.
+        policies: all of them by key, for what is said where there is no slot.
+        off: why nothing at all is harvested; empty: policies decide.
     """
 
     def __init__(self, slots: Iterable[Slot] = ()) -> None:
         self.room = 0
+        self.policies: Mapping[str, CheckedPolicy] = {}
+        self.off = ""
         self._slots: dict[str, Slot] = {}
         self._kinds: dict[_Kind, _Best] = {}
         self._kind_of: dict[str, _Kind | None] = {}

@@ -112,6 +112,7 @@ def slot_status(
         "jobName": ", ".join(_job_name(job) for job in jobs) or None,
         "job": jobs[0] if jobs else None,
         "jobs": jobs,
+        "sidecarVersion": live.sidecar_version or None,
         "lastHeartbeatTime": timestamp(live.beat_at) if live.beat_at else None,
         "sharing": live.facts.sharing or None,
         "sharingReason": live.facts.sharing_reason or None,
@@ -197,8 +198,12 @@ def readiness(view: Slot) -> tuple[Status, str, str]:
         return "False", Reason.SILENT, "The sidecar is connected, but no heartbeat comes"
     if view.terms is None:
         return "False", Reason.NO_POLICY, "No valid HarvestPolicy selects the pod"
+    if view.refused:
+        return "False", Reason.ENGINE_REFUSED, f"Not harvested: {view.refused}"
     if view.terms.mode != "harvest":
         return "False", Reason.POLICY_OFF, view.terms.why or f"Mode is {view.terms.mode}"
+    if view.off:
+        return "False", Reason.SWITCHED_OFF, view.off[:1].upper() + view.off[1:]
     if view.tensor_parallel > 1:
         return "False", Reason.TENSOR_PARALLEL, _RANKS.format(view.tensor_parallel)
     if view.unseen_device:
@@ -224,6 +229,7 @@ def _notable(live: LiveSlot, view: Slot) -> tuple[object, ...]:
     """Return what of a slot is written at once when it changes."""
     return (
         *(id(live.facts), view.attached, view.silent, view.engine_state, view.breaker),
+        view.off,
         *(
             view.resting,
             view.node_leaving,

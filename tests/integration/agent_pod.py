@@ -146,8 +146,13 @@ class Agent:
 
 
 @contextlib.asynccontextmanager
-async def attached_pod(*flags: str) -> AsyncIterator[tuple[Operator, Agent, Engine]]:
-    """Operator, engine and agent, attached to each other; `flags` are the agent's."""
+async def attached_pod(
+    *flags: str, engine_calls: bool = True
+) -> AsyncIterator[tuple[Operator, Agent, Engine]]:
+    """Operator, engine and agent, attached to each other; `flags` are the agent's.
+
+    `engine_calls`: whether the engine is started before the rest is handed out.
+    """
     with tempfile.TemporaryDirectory(prefix="wr-") as name:
         folder = Path(name)
         operator = Operator()
@@ -155,9 +160,14 @@ async def attached_pod(*flags: str) -> AsyncIterator[tuple[Operator, Agent, Engi
         agent = Agent(folder, operator, *flags)
         engine = Engine(folder)
         await agent.start()
-        engine.start()
+        if engine_calls:
+            engine.start()
         try:
-            await until(lambda: any(h.slots for h in operator.hellos))
+            await until(
+                lambda: (
+                    operator.has_engine if engine_calls else any(h.slots for h in operator.hellos)
+                )
+            )
             yield operator, agent, engine
             print((folder / "agent.log").read_text())
         finally:

@@ -265,6 +265,7 @@ class Cluster:
         spec = {
             "selector": {"matchLabels": {"app": "chat"}},
             "objective": {"tpot": "40ms"},
+            "mode": "harvest",
             "access": {"namespaceSelector": own},
         }
         return self.apply("harvestpolicies", name, {**spec, **changes})
@@ -282,6 +283,11 @@ class Cluster:
         return self.custom.get_namespaced_custom_object(
             "windrow.dev", "v1alpha1", self.namespace, plural, name
         )
+
+    def list(self, plural):
+        return self.custom.list_namespaced_custom_object(
+            "windrow.dev", "v1alpha1", self.namespace, plural
+        )["items"]
 
     def patch_job(self, name="tone", **spec):
         self.custom.patch_namespaced_custom_object(

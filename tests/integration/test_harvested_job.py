@@ -81,7 +81,7 @@ async def pod():
         ]
         running = [start(words, env, folder / "pod.log") for words in (engine, agent)]
         try:
-            await until(lambda: any(h.slots for h in operator.hellos), 120)
+            await until(lambda: operator.has_engine, 120)
             yield operator, f"http://127.0.0.1:{port}", folder
         finally:
             for process in reversed(running):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -29,7 +30,10 @@ def asked(tmp_path, body, *arguments, policy=None):
 
 
 def test_it_prints_each_change_and_that_the_sidecar_comes_later(tmp_path, capsys):
-    template = DECODE_PODS["rbg"][0]
+    template = copy.deepcopy(DECODE_PODS["rbg"][0])
+    container = template["spec"]["containers"][0]
+    container["image"] = "lmsysorg/sglang:v0.5.23"
+    container.setdefault("args", []).append("--page-size=64")
     body = {"kind": "StatefulSet", "spec": {"template": template}}
     assert asked(tmp_path, body) == 0
     said = capsys.readouterr().out
@@ -63,8 +67,27 @@ def test_several_manifests_are_answered_pod_by_pod(tmp_path, capsys):
     bodies = [{"kind": "Service", "spec": {}}, {"kind": "Pod", **DECODE_PODS["rbg"][0]}]
     bodies.append({"kind": "Deployment", "spec": {"template": OTHER_ENGINES["dynamo with vLLM"]}})
     path.write_text(yaml.safe_dump_all(bodies))
-    assert cli.run(["inject", "-f", str(path)]) == 0
+    # Its SGLang is older than the plugin was tested with.
+    assert cli.run(["inject", "-f", str(path)]) == cli.EXIT_USAGE
     said = capsys.readouterr().out
+    assert "not be harvested: SGLang" in said
     assert "=== Pod decode-\ndecodes by rule `rbg`" in said
     assert "container sglang, by" in said
     assert "=== Deployment\nleft as it is" in said
+
+
+def test_a_server_that_the_plugin_would_refuse_ends_with_two_and_says_which_option(
+    tmp_path, capsys
+):
+    command = ["python3", "-m", "sglang.launch_server", "--disaggregation-mode", "decode"]
+    container = {
+        "name": "decode",
+        "image": "lmsysorg/sglang:v0.5.23",
+        "command": command,
+        "args": ["--page-size", "64", "--tp", "2"],
+    }
+    body = {"kind": "Pod", "metadata": {"name": "d"}, "spec": {"containers": [container]}}
+    assert asked(tmp_path, body) == cli.EXIT_USAGE
+    assert "not be harvested: --tp-size: 2 is not supported yet" in capsys.readouterr().out
+    assert asked(tmp_path, body, "--json") == cli.EXIT_USAGE
+    assert "--tp-size" in json.loads(capsys.readouterr().out)["refused"]

@@ -288,3 +288,37 @@ def test_short_names_and_the_category_work(api, kube):
         "latencyprofiles": ["lp"],
     }
     assert all(item.categories == ["windrow"] for item in kinds.values())
+
+
+def test_a_policy_that_names_no_mode_observes_and_one_from_before_goes_on_harvesting(kube, api):
+    crds = client.ApiextensionsV1Api(kube)
+    name = "harvestpolicies.windrow.dev"
+
+    def default_to(mode):
+        body = crds.read_custom_resource_definition(name).to_dict()
+        schema = body["spec"]["versions"][0]["schema"]["open_apiv3_schema"]
+        before = schema["properties"]["spec"]["properties"]["mode"]["default"]
+        path = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/mode/default"
+        patch = [{"op": "replace", "path": path, "value": mode}]
+        crds.patch_custom_resource_definition(name, patch)
+        return before
+
+    def made_with(mode):
+        name = f"probe-{mode}"
+        made = api.create("harvestpolicies", "HarvestPolicy", POLICY, name=name)
+        if made["spec"]["mode"] != mode:
+            api.custom.delete_namespaced_custom_object(
+                "windrow.dev", "v1alpha1", api.namespace, "harvestpolicies", name
+            )
+        return made["spec"]["mode"] == mode
+
+    assert default_to("harvest") == "observe"
+    try:
+        wait_until(lambda: made_with("harvest"), "the definition of before is served")
+    finally:
+        default_to("observe")
+    wait_until(lambda: made_with("observe"), "the definition of now is served")
+    held = api.custom.get_namespaced_custom_object(
+        "windrow.dev", "v1alpha1", api.namespace, "harvestpolicies", "probe-harvest"
+    )
+    assert held["spec"]["mode"] == "harvest"

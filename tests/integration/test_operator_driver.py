@@ -1,5 +1,6 @@
-"""One pass of the operator's driver, with others writing to the API server while it acts."""
+"""Passes of the operator's driver: others write meanwhile, and jobs that wait ask for nothing."""
 
+import asyncio
 from datetime import UTC, datetime
 
 import pytest
@@ -10,7 +11,7 @@ from windrow_operator import reports
 from windrow_operator.cluster_state import ClusterState
 from windrow_operator.driver import Driver
 from windrow_operator.events import Recorder
-from windrow_operator.kube import Kube
+from windrow_operator.kube import ApiError, Kube
 from windrow_operator.metrics import Metrics
 from windrow_operator.reconcile import Timeouts
 
@@ -19,11 +20,15 @@ class InterruptedKube(Kube):
     """The real client; calls `meanwhile` once, before the first status that is written."""
 
     meanwhile = None
+    refused = ""  # what the name of an object ends with whose status may not be written
 
     async def replace(self, path, body):
         if self.meanwhile is not None:
             meanwhile, self.meanwhile = self.meanwhile, None
             meanwhile()
+        if self.refused and path.endswith(f"/{self.refused}/status"):
+            self.on_call("PUT", path, 403, 0.0)
+            raise ApiError(403, "a webhook of the cluster refuses it", retry_after_s=60.0)
         return await super().replace(path, body)
 
 
@@ -105,3 +110,62 @@ async def test_a_policy_deleted_while_another_is_written_does_not_end_the_pass(o
     await driver_of(cluster, server).turn()
     assert objects.get("harvestpolicies", "one")["status"]["pods"] == 0
     assert "status" not in objects.get("harvestpolicies", "two")
+
+
+_SECRET = {"name": "nobody-made-it"}
+_WAITS = {
+    "no slot takes it": {"output": {"destination": "/elsewhere/adapter"}},
+    "its Secret is not there": {
+        "dataset": {"source": "s3://b/rows.jsonl", "format": "text", "secretRef": _SECRET}
+    },
+    "it is suspended": {"suspend": True},
+    "its destination is another's": {"output": {"destination": "/out/first"}},
+    "its priority class is not there": {"priorityClassName": "nobody-made-this"},
+    "its status may not be written": {},
+}
+
+
+@pytest.mark.parametrize("reason", list(_WAITS))
+async def test_a_job_that_waits_asks_the_api_server_for_nothing(objects, server, reason):
+    cluster = with_slot(ClusterState(now()), objects)
+    driver = driver_of(cluster, server)
+    first = objects.job("first", suspend=True, output={"destination": "/out/first"})
+    cluster.put_job(first)
+    cluster.put_job(objects.job("waits", **_WAITS[reason]))
+    server.refused = "waits" if reason == "its status may not be written" else ""
+    for _ in range(5):  # finalizer, status and event are written
+        await driver.turn()
+    assert not objects.get("finetunejobs", "waits").get("status", {}).get("epoch")
+    calls = []
+    server.on_call = lambda method, path, *_: calls.append((method, path))
+    for _ in range(30):
+        await driver.turn()
+    assert calls == []
+
+
+async def test_a_job_without_its_secret_keeps_no_other_base_from_the_slot(objects, server):
+    cluster = with_slot(ClusterState(now()), objects)
+    cluster.put_job(objects.job("nosecret", **_WAITS["its Secret is not there"]))
+    driver = driver_of(cluster, server)
+    for _ in range(3):
+        await driver.turn()
+    assert objects.condition("Placed", "nosecret")["reason"] == "SecretUnreadable"
+    reading, placed = server.get, asyncio.Event()
+
+    async def slow(path):
+        if "/secrets/" in path:
+            await asyncio.wait_for(placed.wait(), 20)
+        return await reading(path)
+
+    async def writing(path, body):
+        written = await Kube.replace(server, path, body)
+        if path.endswith("/other/status"):
+            placed.set()
+        return written
+
+    # The Secret of one more job is being read while another job comes.
+    server.get, server.replace = slow, writing
+    cluster.put_job(objects.job("reads", **_WAITS["its Secret is not there"]))
+    cluster.put_job(objects.job("other", model={"name": "/another"}))
+    await driver.turn()
+    assert objects.status("other")["epoch"] == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from windrow.wheel import DISTRIBUTION, installed_version
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = """
@@ -125,3 +128,34 @@ def test_a_command_that_needs_the_laptop_says_how_to_install_it(pod, words, miss
     assert missing in said["error"]
     assert "pip install '.[local]'" in said["remedy"]
     assert "Traceback" not in done.stderr
+
+
+# `windrow` on package indexes is another project.
+_ANOTHERS = re.compile(
+    r"\bwindrow\[[a-z0-9,]+\]|\b(?:pip|uv|pipx)\s+(?:install|add|tool install)\b[^\n#]*?"
+    r"(?<=[\s'\"])windrow(?=[\s'\"=<>~!]|$)"
+)
+
+
+def test_nothing_asks_for_the_distribution_of_another_project():
+    for bad in ("pip install 'windrow[s3]'", "Install windrow[s3]", "uv pip install -q windrow"):
+        assert _ANOTHERS.search(bad), bad
+    for good in ("pip install ./windrow_harvest-0.1.0.whl[s3]", "pip install -e . # windrow"):
+        assert not _ANOTHERS.search(good), good
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    asked = [
+        f"{name}:{number}"
+        for name in listed.stdout.splitlines()
+        if name.endswith((".py", ".md", ".sh", ".yaml", ".yml", ".toml", "Dockerfile", "Makefile"))
+        and name != "tests/layout/test_pod_wheel.py"
+        and (ROOT / name).is_file()
+        for number, line in enumerate((ROOT / name).read_text().splitlines(), start=1)
+        if _ANOTHERS.search(line)
+    ]
+    assert asked == []
+
+
+def test_the_distribution_has_a_name_of_its_own_and_is_what_is_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION == "windrow-harvest"
+    assert installed_version() == project["version"]

@@ -23,6 +23,7 @@ from support.serving_node import (
 )
 from waiting import wait_until
 
+from windrow.conditions import get_condition
 from windrow_lab.realnode.pods import SIDECAR_COMMAND, import_image
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,8 @@ def chart(node, kube):
     folder = str(ROOT / "deploy" / "helm" / "windrow")
     command = ["upgrade", "--install", "windrow", folder, "--namespace", "windrow-system"]
     command += ["--create-namespace", "--wait", "--timeout", "300s"]
-    command += ["--set", "image.pullPolicy=Never", "--set", f"sidecar.command={SIDECAR_COMMAND}"]
+    command += ["--set", "image.repository=docker.io/windrow/operator,image.pullPolicy=Never"]
+    command += ["--set", f"sidecar.command={SIDECAR_COMMAND}"]
     try:
         helm(*command)
     except AssertionError:
@@ -83,7 +85,7 @@ def test_a_job_is_harvested_by_an_attached_sidecar_that_is_replaced_when_it_dies
         seconds=WITHIN_S,
     )
     assert answers(core, NAMESPACE)
-    agents = [pid for pid in Path("/proc").iterdir() if pid.name.isdigit() and is_agent(pid)]
+    agents = [pid for pid in processes() if runs(pid, b"windrow_sidecar.agent")]
     assert agents
     for pid in agents:
         os.kill(int(pid.name), 9)
@@ -98,12 +100,16 @@ def test_a_job_is_harvested_by_an_attached_sidecar_that_is_replaced_when_it_dies
     assert answers(core, NAMESPACE)
 
 
-def is_agent(process):
+def processes():
+    return [path for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def runs(process, module):
     try:
         words = (process / "cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return b"windrow_sidecar.agent" in words
+    return module in words
 
 
 def identity(core):
@@ -122,7 +128,7 @@ def long_job(serving, kube):
         seconds=WITHIN_S,
     )
     yield "long"
-    # No operator is left to take its own finalizer off, and the namespace is to go.
+    # Where no operator is left to take its own finalizer off: the namespace is to go.
     where = ("windrow.dev", "v1alpha1", NAMESPACE, "finetunejobs", "long")
     without = {"metadata": {"finalizers": None}}
     client.CustomObjectsApi(kube).patch_namespaced_custom_object(*where, without)
@@ -196,6 +202,13 @@ def test_uninstalling_while_a_job_trains_fails_no_request(chart, kube, serving, 
     assert "chat" in kinds(kube)["harvestpolicies"]
     hooks = client.AdmissionregistrationV1Api(kube).list_mutating_webhook_configuration().items
     assert "windrow-operator" not in {hook.metadata.name for hook in hooks}
+    # It was turned off before the operator went, so the job has a checkpoint and no worker.
+    ended = status(kube, NAMESPACE, long_job)
+    assert ended["checkpoint"]["step"] >= 4
+    assert get_condition(ended["conditions"], "Placed")["status"] == "False"
+    assert not [pid for pid in processes() if runs(pid, b"windrow_sidecar.finetune.worker")]
+    left = {body.metadata.name for body in core.list_namespaced_config_map("windrow-system").items}
+    assert "windrow-off" not in left, "another installation is not turned off"
 
 
 def kinds(kube):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -29,9 +30,14 @@ ALL = (
 )
 
 
+IMAGE = ("--set", "image.repository=registry.example/windrow/operator")
+
+
 def render(node, *arguments):
     command = [f"{node.bin}/helm", "template", "windrow", CHART, "--namespace", NAMESPACE]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [*command, *IMAGE, *arguments], capture_output=True, text=True, check=False
+    )
 
 
 def objects(node, *arguments):
@@ -57,7 +63,9 @@ def chart_with(tmp_path, values):
 
 def rendered(node, chart, *arguments):
     command = [f"{node.bin}/helm", "template", "windrow", chart, "--namespace", NAMESPACE]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, *IMAGE, *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -117,10 +125,12 @@ def test_another_chart_can_depend_on_it_by_a_condition_an_alias_and_tags(node, t
         }
         (parent / "Chart.yaml").write_text(yaml.safe_dump(chart))
         for wanted in (True, False):
-            values = {"global": {"imageRegistry": "r"}, name: {"enabled": wanted, "replicas": 1}}
+            ours = {"enabled": wanted, "replicas": 1, "image": {"repository": "windrow/operator"}}
+            values = {"global": {"imageRegistry": "r"}, name: ours}
             (parent / "values.yaml").write_text(yaml.safe_dump(values))
             text = rendered(node, parent)
             assert ("kind: Deployment" in text) is wanted
+            assert ("image: r/windrow/operator:" in text) is wanted
 
 
 def test_an_alert_links_to_its_runbook_where_they_are_served_and_nowhere_else(node):
@@ -261,7 +271,12 @@ def test_an_operator_of_some_namespaces_has_roles_in_them_and_says_so(node):
         if body["metadata"]["name"] == "windrow-operator-served"
     }
     assert served == {(k, n) for k in ("Role", "RoleBinding") for n in ("a", "b")}
-    (cluster,) = (body for body in made if body["kind"] == "ClusterRole")
+    # The hooks of `helm uninstall` have one of their own, for as long as they run.
+    (cluster,) = (
+        body
+        for body in made
+        if (body["kind"], body["metadata"]["name"]) == ("ClusterRole", "windrow-operator")
+    )
     assert not {"pods", "finetunejobs"} & {
         r for rule in cluster["rules"] for r in rule["resources"]
     }
@@ -384,3 +399,67 @@ def _in(body, namespace):
     if "namespace" in body["metadata"]:
         body["metadata"]["namespace"] = namespace
     return body
+
+
+def test_an_image_that_nobody_has_named_is_refused_with_what_to_do(node):
+    done = render(node, "--set", "image.repository=")
+    assert done.returncode != 0
+    assert "image.repository: name the operator's image as you have pushed it" in done.stderr
+
+
+def test_what_platforms_add_reaches_the_operators_pods(node):
+    added = {
+        "global": {"imageRegistry": "mirror.example/"},
+        "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn"}},
+        "operator": {
+            "podLabels": {"team": "ml"},
+            "podAnnotations": {"sidecar.istio.io/inject": "false"},
+            "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+            "logFormat": "text",
+            "topologySpreadConstraints": [
+                {
+                    "maxSkew": 1,
+                    "topologyKey": "topology.kubernetes.io/zone",
+                    "whenUnsatisfiable": "DoNotSchedule",
+                }
+            ],
+        },
+    }
+    arguments = [f"--set-json={key}={json.dumps(value)}" for key, value in added.items()]
+    found = objects(node, *arguments)
+    (deployment,) = [body for body in found if body["kind"] == "Deployment"]
+    template = deployment["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    assert container["image"].startswith("mirror.example/registry.example/windrow/operator:")
+    assert template["metadata"]["labels"]["team"] == "ml"
+    assert template["metadata"]["labels"]["windrow.dev/inject"] == "disabled"
+    assert template["metadata"]["annotations"] == {"sidecar.istio.io/inject": "false"}
+    assert added["operator"]["env"][0] in container["env"]
+    assert "--log-json" not in container["args"]
+    spread = template["spec"]["topologySpreadConstraints"]
+    assert [each["topologyKey"] for each in spread] == ["topology.kubernetes.io/zone"]
+    accounts = {b["metadata"]["name"]: b for b in found if b["kind"] == "ServiceAccount"}
+    assert accounts["windrow-operator"]["metadata"]["annotations"]
+
+
+def test_uninstalling_turns_everything_off_before_the_operator_goes(node):
+    hooks = {
+        body["metadata"]["name"]: body
+        for body in objects(node)
+        if body["kind"] == "Job" and "uninstall" in body["metadata"]["name"]
+    }
+    off, after = hooks["windrow-uninstall"], hooks["windrow-uninstalled"]
+    assert off["metadata"]["annotations"]["helm.sh/hook"] == "pre-delete"
+    assert after["metadata"]["annotations"]["helm.sh/hook"] == "post-delete"
+    arguments = off["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert arguments == [f"--namespace={NAMESPACE}", "--within=300"]
+    assert "--clear" in after["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+def test_the_charts_folder_alone_is_a_whole_chart(node, tmp_path):
+    copied = shutil.copytree(CHART, tmp_path / "windrow", symlinks=True)
+    command = [f"{node.bin}/helm", "template", "windrow", str(copied)]
+    command += ["--set", "image.repository=registry.example/windrow/operator"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("kind: CustomResourceDefinition") == 4

@@ -113,7 +113,7 @@ async def pod(request, run_dir):
         ]
     sidecar = start_agent(operator, run_dir, env)
     try:
-        await until(lambda: any(h.slots for h in operator.hellos), 300)
+        await until(lambda: operator.has_engine, 300)
         await until(lambda: all(server.is_up() for server in servers), 300)
         yield Pod(operator, tuple(servers), run_dir, psutil.Process(sidecar.pid))
     finally:

@@ -37,7 +37,7 @@ def apply_policy(custom, namespace, changes):
         "apiVersion": "windrow.dev/v1alpha1",
         "kind": "HarvestPolicy",
         "metadata": {"name": "chat"},
-        "spec": {"selector": {}, "objective": {"tpot": "40ms"}, **changes},
+        "spec": {"selector": {}, "objective": {"tpot": "40ms"}, "mode": "harvest", **changes},
     }
     where = ("windrow.dev", "v1alpha1", namespace, "harvestpolicies")
     custom.create_namespaced_custom_object(*where, body)

@@ -17,7 +17,13 @@ ALIVE = replace(READY, attached=1, alive=True)
 
 
 def terms(mode="harvest", form="attach", **spec):
-    body = {"selector": {}, "objective": {"tpot": "40ms"}, "sidecar": {"form": form}, **spec}
+    body = {
+        "selector": {},
+        "objective": {"tpot": "40ms"},
+        "mode": "harvest",
+        "sidecar": {"form": form},
+        **spec,
+    }
     return EffectivePolicy(CheckedPolicy("team", "p", "u", 1, "", parse_policy_spec(body)), mode)
 
 

@@ -284,7 +284,7 @@ def test_a_bucket_without_credentials_is_the_users_to_mend(monkeypatch, tmp_path
 
 @pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
 def test_a_place_without_a_client_says_what_to_install():
-    with pytest.raises(UserError, match=r"Install windrow\[s3\]"):
+    with pytest.raises(UserError, match=r"pip install .*\[s3\]"):
         find_files_anywhere("s3://bucket/rows.jsonl")
 
 

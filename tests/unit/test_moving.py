@@ -22,7 +22,12 @@ SPEC = parse_job_spec(
 )
 TERMS = EffectivePolicy(
     CheckedPolicy(
-        "team", "chat", "p", 1, "", parse_policy_spec({"selector": {}, "objective": {"tpot": "1s"}})
+        "team",
+        "chat",
+        "p",
+        1,
+        "",
+        parse_policy_spec({"selector": {}, "objective": {"tpot": "1s"}, "mode": "harvest"}),
     ),
     "harvest",
 )

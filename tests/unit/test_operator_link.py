@@ -9,6 +9,7 @@ from windrow.proto import attach_pb2
 from windrow.rundir import PROTOCOL_VERSION
 from windrow_sidecar.agent.operator_link import OperatorLink, end
 from windrow_sidecar.agent.outbox import EventOutbox
+from windrow_sidecar.agent.policy_lease import PolicyLease
 
 HELLO = attach_pb2.OperatorHello(protocol_version=PROTOCOL_VERSION, heartbeat_seconds=1.0)
 
@@ -51,7 +52,7 @@ class FailingStream:
 
 
 async def test_a_link_that_is_told_to_end_just_as_its_stream_fails_ends():
-    link = OperatorLink(SETTINGS, EventOutbox(), list, obey=None)
+    link = OperatorLink(SETTINGS, EventOutbox(), list, obey=None, lease=PolicyLease())
     stream = FailingStream()
 
     async def attach(address):
@@ -73,7 +74,7 @@ async def test_a_link_that_is_told_to_end_just_as_its_stream_fails_ends():
 
 
 async def test_a_link_whose_stream_has_failed_dials_again():
-    link = OperatorLink(SETTINGS, EventOutbox(), list, obey=None)
+    link = OperatorLink(SETTINGS, EventOutbox(), list, obey=None, lease=PolicyLease())
     streams = [FailingStream() for _ in range(3)]
 
     async def attach(address):

@@ -41,7 +41,12 @@ def job(model="/m", **changes):
 
 
 def policy(name="chat", created="2025-01-01T00:00:00Z", **changes):
-    spec = {"selector": {"matchLabels": {"app": "chat"}}, "objective": {"tpot": "40ms"}, **changes}
+    spec = {
+        "selector": {"matchLabels": {"app": "chat"}},
+        "objective": {"tpot": "40ms"},
+        "mode": "harvest",
+        **changes,
+    }
     return CheckedPolicy("team", name, f"uid-{name}", 1, created, parse_policy_spec(spec))
 
 

@@ -35,7 +35,7 @@ def job(name, priority, slot="", **changes):
 
 
 def slot(name, *holders, **changes):
-    spec = parse_policy_spec({"selector": {}, "objective": {"tpot": "1s"}})
+    spec = parse_policy_spec({"selector": {}, "objective": {"tpot": "1s"}, "mode": "harvest"})
     terms = EffectivePolicy(CheckedPolicy("team", "chat", "p", 1, "", spec), "harvest")
     held = tuple(Holder(one.uid, one.key, Base.of(one.spec)) for one in holders)
     return Slot(f"team/{name}", terms=terms, outputs=("/o",), holders=held, **changes)

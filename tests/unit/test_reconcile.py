@@ -46,7 +46,12 @@ def spec(**changes):
 
 def slot(key=KEY, **changes):
     policy = CheckedPolicy(
-        "team", "chat", "p", 1, "", parse_policy_spec({"selector": {}, "objective": {"tpot": "1s"}})
+        "team",
+        "chat",
+        "p",
+        1,
+        "",
+        parse_policy_spec({"selector": {}, "objective": {"tpot": "1s"}, "mode": "harvest"}),
     )
     values = {
         "terms": EffectivePolicy(policy, "harvest"),
@@ -268,6 +273,24 @@ def test_the_status_of_a_job_that_failed_for_its_rows_names_field_and_remedy():
     where = {"field": "rows.jsonl:17", "remedy": "Write chat rows."}
     life.step(run(RunState.FAILED, reason="DatasetInvalid", user_error=True, **where))
     assert life.job.status["userError"] == where
+
+
+def test_a_job_whose_model_is_not_found_is_shown_what_slots_serve():
+    slots = {KEY: slot(model="/models/chat"), "team/decode-1": slot("team/decode-1", model="/m/b")}
+    life = Life(slots=slots).placed()
+    failed = {"user_error": True, "reason": "ModelNotFound", "detail": "the Hub gave: no network"}
+    life.step(run(RunState.FAILED, remedy="Name a model.", **failed))
+    said = "Slots serve /m/b, /models/chat: a job that names one of them shares its weights."
+    assert life.condition("Failed")["message"].startswith(f"the Hub gave: no network. {said}")
+    assert life.job.status["userError"]["remedy"] == f"Name a model. {said}"
+
+
+def test_a_job_is_told_of_the_claim_that_its_policy_leaves_out():
+    life = Life(slots={KEY: slot(outputs=())})
+    life.step()
+    said = life.condition("Placed")["message"]
+    assert "may write nowhere" in said
+    assert "persistentVolumeClaim that is not readOnly" in said
 
 
 def test_a_rejection_is_no_failure():

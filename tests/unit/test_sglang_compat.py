@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from windrow import sglang
 from windrow.errors import UserError
 from windrow_sidecar.engines.sglang import compat
 from windrow_sidecar.engines.sglang.graphs import ENV_PARTITION, wanted_partition
@@ -12,7 +13,7 @@ from windrow_sidecar.engines.sglang.graphs import ENV_PARTITION, wanted_partitio
 def arguments(**changed):
     """A command line that the plugin takes, as SGLang's ServerArgs has it."""
     plain = {
-        **{name: fine for name, fine, _ in compat._PLAIN},
+        **{name: fine for name, fine, _ in sglang._PLAIN},
         "disaggregation_mode": "decode",
         "disaggregation_transfer_backend": "mooncake",
         "device": "cuda",
@@ -136,3 +137,45 @@ def test_each_name_that_is_missing_is_refused_by_name(path):
 def test_each_name_that_takes_other_arguments_is_refused(path):
     with pytest.raises(UserError, match="something_else"):
         compat.check_names(resolving(changed=path))
+
+
+OFFICIAL = "docker.io/lmsysorg/sglang:v0.5.23-cu129"
+PLAIN = [
+    "python3",
+    "-m",
+    "sglang.launch_server",
+    "--disaggregation-mode",
+    "decode",
+    "--page-size",
+    "64",
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "image", "said"),
+    [
+        ([], OFFICIAL, ""),
+        (["--tp", "1", "--kv-cache-dtype=bf16"], OFFICIAL, ""),
+        (["--tp", "$(TP)"], OFFICIAL, ""),
+        (["--attention-backend", "fa3"], "registry.example/ours:1", ""),
+        ([], f"{OFFICIAL}@sha256:{'0' * 64}", ""),
+        ([], "lmsysorg/sglang:v0.5.9-cu126", "SGLang 0.5.9 is not one"),
+        ([], "registry.example:5000/mirror/sglang:0.4.1", "SGLang 0.4.1 is not one"),
+        (["--tp", "2"], OFFICIAL, "--tp-size"),
+        (["--tensor-parallel-size=8"], OFFICIAL, "--tp-size"),
+        (["--dp", "2"], OFFICIAL, "--dp-size"),
+        (["--kv-cache-dtype", "fp4_e2m1"], OFFICIAL, "--kv-cache-dtype"),
+        (["--speculative-algorithm", "EAGLE"], OFFICIAL, "--speculative-algorithm"),
+        (["--enable-hierarchical-cache", "--port", "80"], OFFICIAL, "--enable-hierarchical-cache"),
+        (["--attention-backend", "flashmla"], OFFICIAL, "--attention-backend"),
+        (["--page-size", "1"], OFFICIAL, "--page-size"),
+    ],
+)
+def test_a_manifest_is_refused_for_what_the_plugin_would_refuse(words, image, said):
+    refusal = sglang.refusal([*PLAIN, *words], image)
+    assert said in refusal if said else refusal == ""
+
+
+def test_a_manifest_without_a_page_size_and_one_that_insists():
+    assert "--page-size 16 or more" in sglang.refusal(PLAIN[:-2], OFFICIAL)
+    assert sglang.refusal(PLAIN, "lmsysorg/sglang:v0.5.9", insisted=True) == ""

@@ -17,7 +17,7 @@ def policy(status=None):
             "resourceVersion": "1",
             "creationTimestamp": "2025-01-01T00:00:00Z",
         },
-        "spec": {"selector": {}, "objective": {"tpot": "1s"}},
+        "spec": {"selector": {}, "objective": {"tpot": "1s"}, "mode": "harvest"},
         "status": status or {},
     }
 

@@ -170,6 +170,7 @@ def build_kubeconform(go: Go) -> Path:
 def render(helm: Path, version: str, values: tuple[str, ...]) -> str:
     """Return the chart's objects as a cluster of that version would get them."""
     command = [str(helm), "template", "windrow", str(CHART), "--namespace", "windrow-system"]
+    command += ["--set", "image.repository=registry.example/windrow/operator"]
     command += ["--kube-version", version, *values]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

@@ -41,6 +41,7 @@ PATH_PATTERN: Final = r"^(/[^/:]+)+$"
 _PATH_MAX: Final = 512
 _SHORTEST_TPOT: Final = timedelta(microseconds=100)
 _LONGEST_TPOT: Final = timedelta(minutes=1)
+_SHORTEST_LEASE, _LONGEST_LEASE = timedelta(seconds=2), timedelta(hours=24)
 _SHORTEST_DEFERRAL, _LONGEST_DEFERRAL = timedelta(milliseconds=1), timedelta(minutes=1)
 
 _DAYS: Final = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
@@ -615,7 +616,12 @@ class HarvestPolicySpec(Record):
                     "!has(self.sharing) || self.sharing == 'temporal' || !has(self.sidecar) || "
                     "!has(self.sidecar.mps) || self.sidecar.mps",
                     MPS_AND_SHARING,
-                )
+                ),
+                cel(
+                    "!has(self.lease) || (duration(self.lease) >= duration('2s') && "
+                    "duration(self.lease) <= duration('24h'))",
+                    "lease must be between 2s and 24h",
+                ),
             ]
         }
     )
@@ -626,9 +632,16 @@ class HarvestPolicySpec(Record):
     )
     objective: ObjectiveSpec = Field(description="What serving must keep.")
     mode: Literal["harvest", "observe", "off"] = Field(
-        default="harvest",
-        description="observe: everything but the work, to see what harvesting would give; a job "
-        "that runs writes a checkpoint and waits, as with off.",
+        default="observe",
+        description="observe, the default: everything but the work, to see what harvesting would "
+        "give; a job that runs writes a checkpoint and waits, as with off. harvest: jobs run.",
+    )
+    lease: Duration = Field(
+        default=timedelta(minutes=5),
+        description="How long a sidecar harvests by this policy without a word of the operator, 2s "
+        "to 24h. After it, its jobs finish their step, write a checkpoint and stop, until the "
+        "operator is heard again.",
+        json_schema_extra={"default": "5m"},
     )
     policy: Literal[
         "windrow",
@@ -666,6 +679,17 @@ class HarvestPolicySpec(Record):
     def wanted_sharing(self) -> SharingMode:
         """Return `sharing`, or what the deprecated `sidecar.mps` means in its place."""
         return self.sharing or ("temporal" if self.sidecar.mps is False else "auto")
+
+    @field_validator("lease")
+    @classmethod
+    def _a_lease(cls, lease: timedelta) -> timedelta:
+        if not _SHORTEST_LEASE <= lease <= _LONGEST_LEASE:
+            raise invalid(
+                f"{format_duration(lease)} is not a time that a policy may hold without the "
+                "operator",
+                "Write one between 2s and 24h, like 5m.",
+            )
+        return lease
 
     def open_at(self, moment: datetime) -> bool:
         """Return whether the hours allow harvesting at the aware `moment`."""
@@ -709,4 +733,8 @@ class HarvestPolicyStatus(Record):
     pods: int | None = Field(default=None, description="Decode pods that are selected.")
     slots: int | None = Field(default=None, description="Slots of these pods that are attached.")
     harvesting: int | None = Field(default=None, description="Slots that run a job.")
+    refused: int | None = Field(
+        default=None,
+        description="Slots whose engine cannot be harvested; the condition SelectsPods says why.",
+    )
     usage: UsageStatus | None = Field(default=None, description="What was taken today.")

@@ -140,6 +140,9 @@ class HarvestSlotStatus(Record):
     health: SlotHealthStatus | None = Field(
         default=None, description="Jobs that failed here lately, and the rest that came of it."
     )
+    sidecar_version: str | None = Field(
+        default=None, description="Version of Windrow that the sidecar runs."
+    )
     last_heartbeat_time: Timestamp | None = Field(
         default=None, description="When the sidecar last reported."
     )

@@ -20,16 +20,18 @@ class SidecarMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[SidecarHello, _Mapping]] = ..., heartbeat: _Optional[_Union[SlotHeartbeat, _Mapping]] = ..., job_event: _Optional[_Union[JobEvent, _Mapping]] = ..., profile: _Optional[_Union[ProfileReport, _Mapping]] = ...) -> None: ...
 
 class OperatorMessage(_message.Message):
-    __slots__ = ("hello", "policy", "assign", "command")
+    __slots__ = ("hello", "policy", "assign", "command", "renewal")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
     COMMAND_FIELD_NUMBER: _ClassVar[int]
+    RENEWAL_FIELD_NUMBER: _ClassVar[int]
     hello: OperatorHello
     policy: PolicyConfig
     assign: Assign
     command: JobCommand
-    def __init__(self, hello: _Optional[_Union[OperatorHello, _Mapping]] = ..., policy: _Optional[_Union[PolicyConfig, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., command: _Optional[_Union[JobCommand, _Mapping]] = ...) -> None: ...
+    renewal: PolicyRenewal
+    def __init__(self, hello: _Optional[_Union[OperatorHello, _Mapping]] = ..., policy: _Optional[_Union[PolicyConfig, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., command: _Optional[_Union[JobCommand, _Mapping]] = ..., renewal: _Optional[_Union[PolicyRenewal, _Mapping]] = ...) -> None: ...
 
 class SidecarHello(_message.Message):
     __slots__ = ("protocol_version", "windrow_version", "pod_namespace", "pod_name", "pod_uid", "node_name", "slots", "running", "leader_term", "heartbeat_seconds", "rests")
@@ -58,7 +60,7 @@ class SidecarHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., windrow_version: _Optional[str] = ..., pod_namespace: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., node_name: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotFacts, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RunningJob, _Mapping]]] = ..., leader_term: _Optional[int] = ..., heartbeat_seconds: _Optional[float] = ..., rests: _Optional[bool] = ...) -> None: ...
 
 class SlotFacts(_message.Message):
-    __slots__ = ("index", "engine", "engine_version", "device", "driver", "model", "model_fingerprint", "compute_units", "finetune_levels", "arena_bytes", "chunk_bytes", "chunks", "tensor_parallel", "endpoint", "max_jobs", "sharing", "sharing_reason", "output_trees", "unseen_device", "sharing_code")
+    __slots__ = ("index", "engine", "engine_version", "device", "driver", "model", "model_fingerprint", "compute_units", "finetune_levels", "arena_bytes", "chunk_bytes", "chunks", "tensor_parallel", "endpoint", "max_jobs", "sharing", "sharing_reason", "output_trees", "unseen_device", "sharing_code", "refused")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +81,7 @@ class SlotFacts(_message.Message):
     OUTPUT_TREES_FIELD_NUMBER: _ClassVar[int]
     UNSEEN_DEVICE_FIELD_NUMBER: _ClassVar[int]
     SHARING_CODE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     index: int
     engine: str
     engine_version: str
@@ -99,24 +102,31 @@ class SlotFacts(_message.Message):
     output_trees: _containers.RepeatedScalarFieldContainer[str]
     unseen_device: str
     sharing_code: str
-    def __init__(self, index: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., arena_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., max_jobs: _Optional[int] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., output_trees: _Optional[_Iterable[str]] = ..., unseen_device: _Optional[str] = ..., sharing_code: _Optional[str] = ...) -> None: ...
+    refused: str
+    def __init__(self, index: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., arena_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., max_jobs: _Optional[int] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., output_trees: _Optional[_Iterable[str]] = ..., unseen_device: _Optional[str] = ..., sharing_code: _Optional[str] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class OperatorHello(_message.Message):
-    __slots__ = ("protocol_version", "operator_version", "heartbeat_seconds", "leader_term", "rest_heartbeat_seconds")
+    __slots__ = ("protocol_version", "operator_version", "heartbeat_seconds", "leader_term", "rest_heartbeat_seconds", "renews")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     OPERATOR_VERSION_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LEADER_TERM_FIELD_NUMBER: _ClassVar[int]
     REST_HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RENEWS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     operator_version: str
     heartbeat_seconds: float
     leader_term: int
     rest_heartbeat_seconds: float
-    def __init__(self, protocol_version: _Optional[int] = ..., operator_version: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., leader_term: _Optional[int] = ..., rest_heartbeat_seconds: _Optional[float] = ...) -> None: ...
+    renews: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., operator_version: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., leader_term: _Optional[int] = ..., rest_heartbeat_seconds: _Optional[float] = ..., renews: _Optional[bool] = ...) -> None: ...
+
+class PolicyRenewal(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class PolicyConfig(_message.Message):
-    __slots__ = ("name", "policy", "mode", "objective_seconds", "percentile", "scope", "max_compute_percent", "max_memory_percent", "generation", "deferral_seconds")
+    __slots__ = ("name", "policy", "mode", "objective_seconds", "percentile", "scope", "max_compute_percent", "max_memory_percent", "generation", "deferral_seconds", "lease_seconds")
     NAME_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +137,7 @@ class PolicyConfig(_message.Message):
     MAX_MEMORY_PERCENT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     DEFERRAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     policy: str
     mode: str
@@ -137,7 +148,8 @@ class PolicyConfig(_message.Message):
     max_memory_percent: int
     generation: int
     deferral_seconds: float
-    def __init__(self, name: _Optional[str] = ..., policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., generation: _Optional[int] = ..., deferral_seconds: _Optional[float] = ...) -> None: ...
+    lease_seconds: float
+    def __init__(self, name: _Optional[str] = ..., policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., generation: _Optional[int] = ..., deferral_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
 class Assign(_message.Message):
     __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json", "outputs", "leader_term", "dataset_secret", "output_secret", "checkpoint_path", "access")
@@ -270,7 +282,7 @@ class Progress(_message.Message):
     def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., tokens: _Optional[int] = ..., eta_seconds: _Optional[float] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., skipped_rows: _Optional[int] = ..., cut_rows: _Optional[int] = ...) -> None: ...
 
 class SlotHeartbeat(_message.Message):
-    __slots__ = ("slot", "engine_state", "steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "chunks_kv", "chunks_lent", "chunks_reserved", "chunks_free", "predicted_tokens_per_second", "compute_utilization", "compute_utilization_decode", "memory_utilization", "breaker", "job", "chunks_draining", "jobs")
+    __slots__ = ("slot", "engine_state", "steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "chunks_kv", "chunks_lent", "chunks_reserved", "chunks_free", "predicted_tokens_per_second", "compute_utilization", "compute_utilization_decode", "memory_utilization", "breaker", "job", "chunks_draining", "jobs", "off")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     ENGINE_STATE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -294,6 +306,7 @@ class SlotHeartbeat(_message.Message):
     JOB_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
+    OFF_FIELD_NUMBER: _ClassVar[int]
     slot: int
     engine_state: str
     steps: int
@@ -317,7 +330,8 @@ class SlotHeartbeat(_message.Message):
     job: RunningJob
     chunks_draining: int
     jobs: _containers.RepeatedCompositeFieldContainer[RunningJob]
-    def __init__(self, slot: _Optional[int] = ..., engine_state: _Optional[str] = ..., steps: _Optional[int] = ..., steps_over_objective: _Optional[int] = ..., tpot_p50_seconds: _Optional[float] = ..., tpot_p99_seconds: _Optional[float] = ..., batch: _Optional[int] = ..., context_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., decode_units: _Optional[int] = ..., finetune_units: _Optional[int] = ..., chunks_kv: _Optional[int] = ..., chunks_lent: _Optional[int] = ..., chunks_reserved: _Optional[int] = ..., chunks_free: _Optional[int] = ..., predicted_tokens_per_second: _Optional[float] = ..., compute_utilization: _Optional[float] = ..., compute_utilization_decode: _Optional[float] = ..., memory_utilization: _Optional[float] = ..., breaker: _Optional[str] = ..., job: _Optional[_Union[RunningJob, _Mapping]] = ..., chunks_draining: _Optional[int] = ..., jobs: _Optional[_Iterable[_Union[RunningJob, _Mapping]]] = ...) -> None: ...
+    off: str
+    def __init__(self, slot: _Optional[int] = ..., engine_state: _Optional[str] = ..., steps: _Optional[int] = ..., steps_over_objective: _Optional[int] = ..., tpot_p50_seconds: _Optional[float] = ..., tpot_p99_seconds: _Optional[float] = ..., batch: _Optional[int] = ..., context_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., decode_units: _Optional[int] = ..., finetune_units: _Optional[int] = ..., chunks_kv: _Optional[int] = ..., chunks_lent: _Optional[int] = ..., chunks_reserved: _Optional[int] = ..., chunks_free: _Optional[int] = ..., predicted_tokens_per_second: _Optional[float] = ..., compute_utilization: _Optional[float] = ..., compute_utilization_decode: _Optional[float] = ..., memory_utilization: _Optional[float] = ..., breaker: _Optional[str] = ..., job: _Optional[_Union[RunningJob, _Mapping]] = ..., chunks_draining: _Optional[int] = ..., jobs: _Optional[_Iterable[_Union[RunningJob, _Mapping]]] = ..., off: _Optional[str] = ...) -> None: ...
 
 class JobEvent(_message.Message):
     __slots__ = ("kind", "job_uid", "epoch", "reason", "detail", "user_error", "progress", "adapter_path", "base_eval_loss", "tuned_eval_loss", "at_unix_seconds", "field", "remedy")

@@ -170,6 +170,7 @@ def policy(
         "spec": {
             "selector": {"matchLabels": dict(APP)},
             "objective": {"tpot": tpot},
+            "mode": "harvest",
             "sidecar": {"volumes": volumes},
             **of_spec,
         },

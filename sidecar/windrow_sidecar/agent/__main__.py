@@ -19,7 +19,10 @@ async def _serve(settings: AgentSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await Sidecar(settings).run(stop)
+    sidecar = Sidecar(settings)
+    loop.add_signal_handler(signal.SIGUSR1, lambda: sidecar.switch(off=True))
+    loop.add_signal_handler(signal.SIGUSR2, lambda: sidecar.switch(off=False))
+    await sidecar.run(stop)
 
 
 def main() -> int:

@@ -76,6 +76,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
         standby=args.standby,
         grace_s=args.grace_seconds,
         worker_silence_s=args.worker_silence_seconds,
+        engine_calls_within_s=args.engine_calls_within_seconds,
     )
 
 
@@ -191,6 +192,13 @@ class _Flags:
             default=AgentSettings.worker_silence_s,
             metavar="S",
             help="a worker that lives and says nothing for longer is killed [%(default)s]",
+        )
+        self.parser.add_argument(
+            "--engine-calls-within-seconds",
+            type=float,
+            default=AgentSettings.engine_calls_within_s,
+            metavar="S",
+            help="where no engine has called by then, the slot's status says so [%(default)s]",
         )
 
     def _add(self, name: str, variable: str, text: str, default: str = "") -> None:

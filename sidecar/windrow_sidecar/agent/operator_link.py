@@ -14,7 +14,6 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from importlib.metadata import version
 from typing import Any, Protocol
 
 import grpc.aio
@@ -22,7 +21,9 @@ import grpc.aio
 from windrow.errors import Transient
 from windrow.proto import attach_pb2, attach_pb2_grpc
 from windrow.rundir import LEADER_METADATA, PROTOCOL_VERSION
+from windrow.wheel import installed_version
 from windrow_sidecar.agent.outbox import EventOutbox
+from windrow_sidecar.agent.policy_lease import PolicyLease
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import AgentSlot
 
@@ -99,6 +100,7 @@ class OperatorLink:
         outbox: EventOutbox,
         slots: Callable[[], Iterable[AgentSlot]],
         obey: Obey,
+        lease: PolicyLease,
     ) -> None:
         self._settings, self._outbox = settings, outbox
         self._slots, self._obey = slots, obey
@@ -108,6 +110,7 @@ class OperatorLink:
         self._sent = 0  # number of the last event that the present stream carries
         self._addresses = _Addresses(settings.operator_address)
         self._term = 0  # the highest of a leader that was heard
+        self._lease = lease
         self.attached = False
 
     def facts_changed(self) -> None:
@@ -212,6 +215,7 @@ class OperatorLink:
         if 0 < term < self._term:
             raise Transient(f"it is a former leader: term {term}, not {self._term}")
         self._term = term
+        self._lease.hello(time.monotonic(), renews=first.hello.renews)
         _log.info("attached to operator %s, term %d", first.hello.operator_version, term)
         hello: attach_pb2.OperatorHello = first.hello
         return hello
@@ -220,6 +224,7 @@ class OperatorLink:
         while (message := await call.read()) is not grpc.aio.EOF:
             if self._is_former(message):
                 raise Transient("it sent a command of a former leader")
+            self._lease.heard(time.monotonic())
             await self._obey(message)
         raise Transient("it ended the stream")
 
@@ -280,7 +285,7 @@ class OperatorLink:
         return attach_pb2.SidecarMessage(
             hello=attach_pb2.SidecarHello(
                 protocol_version=PROTOCOL_VERSION,
-                windrow_version=version("windrow"),
+                windrow_version=installed_version(),
                 pod_namespace=settings.pod_namespace,
                 pod_name=settings.pod_name,
                 pod_uid=settings.pod_uid,
@@ -310,7 +315,9 @@ def is_at_rest(before: attach_pb2.SlotHeartbeat, beat: attach_pb2.SlotHeartbeat)
     """Return whether nothing runs on a slot, and nothing that placement looks at has changed."""
     if before.jobs or beat.jobs or before.HasField("job") or beat.HasField("job"):
         return False
-    if any(getattr(before, name) != getattr(beat, name) for name in ("engine_state", "breaker")):
+    if any(
+        getattr(before, name) != getattr(beat, name) for name in ("engine_state", "breaker", "off")
+    ):
         return False
     memory = [heartbeat.chunks_free + heartbeat.chunks_lent > 0 for heartbeat in (before, beat)]
     rates = sorted(heartbeat.predicted_tokens_per_second for heartbeat in (before, beat))

@@ -49,6 +49,7 @@ class AgentSettings:
     # lock; libraries hold that for some seconds while they load.
     worker_silence_s: float = 120.0  # a worker that says nothing for longer is killed
     engine_absence_s: float = 5.0  # an engine that is away for longer is gone
+    engine_calls_within_s: float = 20.0  # after the sidecar's start; then its silence is told
 
     def __post_init__(self) -> None:
         """Refuse what could only fail later."""

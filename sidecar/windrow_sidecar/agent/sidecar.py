@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Coroutine
 
 from windrow.proto import agent_pb2, attach_pb2
@@ -14,9 +15,11 @@ from windrow_sidecar.agent.job_run import JobRun
 from windrow_sidecar.agent.operator_link import OperatorLink, end
 from windrow_sidecar.agent.orphans import end_orphans
 from windrow_sidecar.agent.outbox import EventOutbox
+from windrow_sidecar.agent.policy_lease import PolicyLease
 from windrow_sidecar.agent.service import AgentService, serve
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import AgentSlot
+from windrow_sidecar.agent.switches import NEVER_CALLED, Off, refusals, switch_text
 from windrow_sidecar.agent.worker_process import make_fork_server
 from windrow_sidecar.compute.mps import MpsDaemon
 from windrow_sidecar.compute.sharing import PIPE_DIRECTORY
@@ -25,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 # After the last worker has ended: for its last event to reach the operator.
 _FAREWELL_S = 2.0
+# The pod's switch, the lease and refusals are looked at so often.
+_LOOK_S = 0.25
 
 
 class Sidecar:
@@ -49,7 +54,9 @@ class Sidecar:
         )
         # It takes memory that nobody uses between two workers, as the one on standby does.
         self._forks = make_fork_server(settings) if settings.standby else None
-        self._link = OperatorLink(settings, self._outbox, self._all_slots, self._obey)
+        self._lease = PolicyLease()
+        self._link = OperatorLink(settings, self._outbox, self._all_slots, self._obey, self._lease)
+        self._off = Off()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until asked to stop."""
@@ -67,6 +74,7 @@ class Sidecar:
         server = await serve(service, str(settings.run_dir.agent_socket))
         exporter = Exporter(settings, self._all_slots, lambda: self._link.attached)
         exporter.start()
+        watch = asyncio.create_task(self._watch())
         link = asyncio.create_task(self._link.run()) if settings.operator_address else None
         if link is None:
             _log.warning("no operator is named: no policy will come, nothing is harvested")
@@ -74,6 +82,7 @@ class Sidecar:
             await stop.wait()
             await self._end_workers()
         finally:
+            watch.cancel()
             if link:
                 await end(link)
             # No grace: workers have been heard to their last word, and an engine's stream would
@@ -84,6 +93,42 @@ class Sidecar:
             exporter.close()
             settings.run_dir.agent_socket.unlink(missing_ok=True)
             await self._sharing.close()
+
+    def switch(self, *, off: bool) -> None:
+        """Turn harvesting in this pod off or on again, by its file, within a second."""
+        path = self._settings.run_dir.off_switch
+        try:
+            if off:
+                path.touch()
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.error("the switch %s could not be set: %s", path, error)
+
+    async def _watch(self) -> None:
+        """Look at the pod's switch, the policy's lease and refusals of engines, until cancelled."""
+        began_s = time.monotonic()
+        while True:
+            now_s = time.monotonic()
+            ended = self._lease.ended(now_s, attached=self._link.attached)
+            off = Off(switch_text(self._settings.run_dir), ended)
+            if off != self._off:
+                _log.warning("harvesting: %s", off.why or "as the policy says again")
+                self._off = off
+                for slot in self._slots.values():
+                    slot.switch(off)
+                self._link.state_changed()
+            self._look_for_refusals(now_s - began_s)
+            await asyncio.sleep(_LOOK_S)
+
+    def _look_for_refusals(self, age_s: float) -> None:
+        """Make a slot of an engine that its plugin has refused, or that has never called."""
+        for index, why in refusals(self._settings.run_dir).items():
+            self._slot_at(index).refuse(why)
+        if not self._slots and age_s >= self._settings.engine_calls_within_s:
+            self._slot_at(0).refuse(NEVER_CALLED)
+        for slot in self._slots.values():
+            slot.forget_refusal()
 
     def _sharing_changed(self) -> None:
         self._link.facts_changed()
@@ -110,6 +155,7 @@ class Sidecar:
                 end_gpu_work=self._sharing.end_client,
                 forks=self._forks,
             )
+            slot.switch(self._off)
             slot.set_policy(self._policy)
         return slot
 
@@ -149,6 +195,7 @@ class Sidecar:
 
     def _set_policy(self, policy: attach_pb2.PolicyConfig) -> None:
         _log.info("policy %r: %s, %s", policy.name, policy.policy, policy.mode)
+        self._lease.told(policy.lease_seconds)
         self._policy = agent_pb2.EnginePolicy(
             name=policy.name,
             policy=policy.policy,

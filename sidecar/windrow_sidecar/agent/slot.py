@@ -16,6 +16,7 @@ from windrow_sidecar.agent.forking import ForkServer
 from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot_jobs import SlotJobs
+from windrow_sidecar.agent.switches import Off
 from windrow_sidecar.agent.worker_process import EndGpuWork, Standby, WorkerGround
 from windrow_sidecar.compute.sharing import Sharing
 from windrow_sidecar.compute.survey import Survey
@@ -86,6 +87,9 @@ class AgentSlot:
         self._told_sharing: Sharing | None = None
         self._channel: EngineChannel | None = None
         self.policy = agent_pb2.EnginePolicy()
+        self._off = Off()
+        self._refused = ""  # why its engine cannot be harvested
+        self._stopping: asyncio.Task[None] | None = None
         self._arena: _core.Inspection | None = None
         self._absence: asyncio.Task[None] | None = None
         self._standby = Standby(settings, index, forks)
@@ -121,7 +125,7 @@ class AgentSlot:
             self._meter = make_meter(hello.driver, hello.compute_units, hello.device_uuid)
             await self._standby.show(self._ground(hello))
             self._on_facts()
-        channel.send(agent_pb2.EngineCommand(policy=self.policy))
+        channel.send(agent_pb2.EngineCommand(policy=self._effective_policy()))
         self._tell_who_lives()
         await self._enter_arena()
         self._prepare()
@@ -167,9 +171,51 @@ class AgentSlot:
     def set_policy(self, policy: agent_pb2.EnginePolicy) -> None:
         """Hand the engine a policy now, and whenever it calls again."""
         self.policy = policy
+        self._tell_policy()
+
+    def switch(self, off: Off) -> None:
+        """Harvest nothing, or as the policy says again. Every job writes a checkpoint and ends.
+
+        At the end of a lease jobs finish their step first; by the switch decode has the whole
+        device at once.
+        """
+        self._off = off
+        self._tell_policy()
+        if off.why and self.jobs.going:
+            self._stopping = asyncio.create_task(self._stop_jobs(off.why))
+
+    async def _stop_jobs(self, why: str) -> None:
+        await self.jobs.give_up(Reason.POLICY_CHANGED, why)
+        for run in self.jobs.going:
+            await run.wait()
+        self._tell_policy()
+
+    def _effective_policy(self) -> agent_pb2.EnginePolicy:
+        finishing = not self._off.switched and bool(self.jobs.going)
+        if not self._off.why or finishing or self.policy.mode == "off":
+            return self.policy
+        policy = agent_pb2.EnginePolicy()
+        policy.CopyFrom(self.policy)
+        policy.mode = "off"
+        return policy
+
+    def _tell_policy(self) -> None:
         if self._channel:
-            self._channel.send(agent_pb2.EngineCommand(policy=policy))
+            self._channel.send(agent_pb2.EngineCommand(policy=self._effective_policy()))
         self._prepare()
+
+    def refuse(self, why: str) -> None:
+        """Note why the engine cannot be harvested; one that has called is heard itself."""
+        if self._channel is None and why != self._refused:
+            _log.warning("slot %d: not harvested: %s", self.index, why)
+            self._refused = why
+            self._on_facts()
+
+    def forget_refusal(self) -> None:
+        """Drop a refusal: the engine has called."""
+        if self._channel is not None and self._refused:
+            self._refused = ""
+            self._on_facts()
 
     def _prepare(self) -> None:
         """Have a worker wait ahead of its job where one may come: beside an engine, to harvest.
@@ -178,7 +224,7 @@ class AgentSlot:
         from a busy one. A job that comes before such a moment starts its worker itself.
         """
         free = self.jobs.has_no_worker
-        wanted = self.policy.mode == "harvest" and self._channel is not None and free
+        wanted = self._effective_policy().mode == "harvest" and self._channel is not None and free
         if wanted and self.hello and self.stats.batch == 0:
             self._preparing = asyncio.create_task(self._standby.prepare(self.hello.model))
 
@@ -216,6 +262,8 @@ class AgentSlot:
     def _refuses_all(self) -> tuple[Reason, str] | None:
         if self._leaving:
             return Reason.SLOT_LOST, f"the sidecar of slot {self.index} was asked to end"
+        if self._off.why:
+            return Reason.POLICY_CHANGED, self._off.why
         if self.engine_state == "serving":
             return None
         return Reason.ENGINE_NOT_SERVING, f"no decode engine serves slot {self.index}"
@@ -274,10 +322,12 @@ class AgentSlot:
         )
 
     def facts(self) -> attach_pb2.SlotFacts | None:
-        """For the hello to the operator; None until an engine has called."""
+        """For the hello to the operator; None until an engine has called or is known not to."""
         h = self.hello
-        if h is None:
+        if h is None and not self._refused:
             return None
+        if h is None or self._refused:
+            return attach_pb2.SlotFacts(index=self.index, max_jobs=1, refused=self._refused)
         self._told_sharing = sharing = self._shared()
         return attach_pb2.SlotFacts(
             index=self.index,
@@ -333,6 +383,7 @@ class AgentSlot:
             compute_utilization_decode=used.decode,
             memory_utilization=(kv + lent + draining) / total,
             breaker=s.breaker,
+            off=self._off.why,
             job=jobs[0] if jobs else None,
             jobs=jobs,
         )

@@ -63,6 +63,8 @@ class AttachedOperator(attach_pb2_grpc.AttachServicer):
         heard: messages of all streams, oldest first.
         tokens: the `authorization` of each stream.
         term: of its leadership, as it tells it.
+        renews: whether its hello promises renewals of policies.
+        renew_every_s: seconds between two renewals; 0: it sends none unasked.
         leader: host:port of another replica that leads; this one then takes no stream.
     """
 
@@ -70,6 +72,8 @@ class AttachedOperator(attach_pb2_grpc.AttachServicer):
         self.key, self.cert = pair or certificate()
         self.term = 0
         self.leader = ""
+        self.renews = False
+        self.renew_every_s = 0.0
         self.heard: list[attach_pb2.SidecarMessage] = []
         self.tokens: list[str] = []
         self.port = 0
@@ -102,19 +106,34 @@ class AttachedOperator(attach_pb2_grpc.AttachServicer):
             code = grpc.StatusCode.UNAVAILABLE
             await context.abort(code, "this replica does not lead", trailing_metadata=named)
         hello = attach_pb2.OperatorHello(
-            protocol_version=1, heartbeat_seconds=0.1, leader_term=self.term
+            protocol_version=1,
+            heartbeat_seconds=0.1,
+            leader_term=self.term,
+            renews=self.renews,
         )
         await context.write(attach_pb2.OperatorMessage(hello=hello))
         talker = asyncio.create_task(self._talk(context))
+        renewer = asyncio.create_task(self._renew_always())
         try:
             async for message in requests:
                 self.heard.append(message)
         finally:
             talker.cancel()
+            renewer.cancel()
 
     async def _talk(self, context: grpc.aio.ServicerContext) -> None:
         while True:
             await context.write(await self._orders.get())
+
+    async def _renew_always(self) -> None:
+        while True:
+            await asyncio.sleep(self.renew_every_s or 0.1)
+            if self.renew_every_s:
+                self.renew()
+
+    def renew(self) -> None:
+        """Renew the policy once."""
+        self.say(attach_pb2.OperatorMessage(renewal=attach_pb2.PolicyRenewal()))
 
     def say(self, message: attach_pb2.OperatorMessage) -> None:
         """Send a message to whoever is attached."""
@@ -167,6 +186,11 @@ class AttachedOperator(attach_pb2_grpc.AttachServicer):
     def heartbeats(self) -> list[attach_pb2.SlotHeartbeat]:
         """All heartbeats so far."""
         return [m.heartbeat for m in self.heard if m.WhichOneof("message") == "heartbeat"]
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether a slot's engine has called; one that starts for long is refused before."""
+        return any(slot.engine and not slot.refused for h in self.hellos for slot in h.slots)
 
     @property
     def hellos(self) -> list[attach_pb2.SidecarHello]:

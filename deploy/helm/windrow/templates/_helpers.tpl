@@ -11,10 +11,13 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
 {{- define "windrow.image" -}}
+{{- $repository := required "image.repository: name the operator's image as you have pushed it; `make images` builds it, and nobody publishes one for you (docs/operations/install.md)" .Values.image.repository -}}
+{{- with .Values.global.imageRegistry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{- $repository -}}
 {{- with .Values.image.digest -}}
-{{ $.Values.image.repository }}@{{ . }}
+@{{ . }}
 {{- else -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 {{- end }}
 
@@ -57,4 +60,11 @@ values.yaml. Each template includes this first. What a user empties (null) below
 {{- $_ := set $values $name $default }}
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{- /* Of what the uninstall hooks need, made before both of them and gone after; its weight is given. */ -}}
+{{- define "windrow.uninstallHook" -}}
+helm.sh/hook: pre-delete,post-delete
+helm.sh/hook-weight: {{ . | quote }}
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
 {{- end }}

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ import torch
 from windrow.crd import slot_name
 from windrow.errors import UserError
 from windrow.eventlog import EventLog
+from windrow.wheel import installed_version
 from windrow_sidecar._core import Arena, LiveTensorsError
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.engines.builtin import profiling
@@ -143,7 +143,7 @@ def _run(
         device=device.label,
         driver=device.driver.partition(":")[0],
         engine="builtin",
-        engine_version=version("windrow"),
+        engine_version=installed_version(),
         model_fingerprint=fingerprint,
     )
     harvesting = None

@@ -8,6 +8,7 @@ back.
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windrow.rundir import ENV_RUN_DIR, RunDir
+from windrow.rundir import ENV_RUN_DIR, ENV_SLOT, RunDir
 from windrow_sidecar.compute.mps_start import bring_up
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class Plugin:
         original(scheduler, server_args, *args, **kwargs)
         if not self.off:
             self._guarded("not started", self._start)
+        if not self.off:
+            self._tell_refusal("")
 
     def _prepare(self, server_args: Any) -> None:  # noqa: ANN401
         from windrow_sidecar.engines.sglang import compat, graphs
@@ -339,6 +342,23 @@ class Plugin:
         except Exception as error:  # noqa: BLE001 - serving goes on whatever it is
             self._switch_off("a step hook failed", error)
 
+    def _tell_refusal(self, reason: str) -> None:
+        """Leave in the run directory why nothing is harvested, for the sidecar; "": all is well."""
+        slot = self.environment.get(ENV_SLOT, "")
+        mine = (
+            self.run_dir if self.claim or not slot.isdecimal() else self.run_dir.of_slot(int(slot))
+        )
+        path = mine.refusal()
+        try:
+            if reason:
+                scratch = path.with_suffix(f".{os.getpid()}")
+                scratch.write_text(json.dumps({"reason": reason}), encoding="utf-8")
+                scratch.replace(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:  # it says so in its log at least
+            _log.warning("windrow: %s could not be written: %s", path, error)
+
     def _failed(self, reason: str) -> None:
         """The step hook has switched itself off, and has said so."""
         self.off = self.off or reason
@@ -355,6 +375,7 @@ class Plugin:
                 "windrow: harvesting is off, %s: %s", what, error or repr(error), exc_info=trace
             )
         self.off = self.off or f"{what}: {error}"
+        self._tell_refusal(self.off)
         if self.harvest is not None:
             self.harvest.give_up(error)
 

@@ -14,6 +14,7 @@ from windrow.conditions import Reason
 from windrow.crd.texts import HUB_NAME
 from windrow.errors import Transient, UserError
 from windrow.redaction import redacted
+from windrow.wheel import install_client
 from windrow_sidecar.finetune.data.remote import (
     NO_CREDENTIALS,
     Credentials,
@@ -239,7 +240,7 @@ def _open_system(
         raise UserError(
             f"{redacted(url)}: this worker has no client for {scheme}:// ({error})",
             field=FIELD,
-            remedy=f"Install windrow[{scheme}] in the sidecar's image, or mount the data.",
+            remedy=f"In the sidecar's image: {install_client(scheme)}, or mount the data.",
             reason=Reason.DATASET_UNREADABLE,
         ) from error
     return system, str(path)

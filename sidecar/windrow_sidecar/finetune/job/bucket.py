@@ -29,6 +29,7 @@ from windrow.errors import Transient, UserError
 from windrow.holder import HOLDER, AlreadyHeld, hold, wait_for_orphan
 from windrow.outputs import OWN_FOLDER, is_bucket, path_of
 from windrow.redaction import redacted
+from windrow.wheel import install_client
 from windrow_sidecar.finetune.data.remote import (
     Credentials,
     answers_later,
@@ -450,7 +451,7 @@ def _file_system(url: str, credentials: Credentials) -> Any:  # noqa: ANN401 - f
         raise UserError(
             f"{url}: this worker has no client for {scheme}:// ({error})",
             field=_FIELD,
-            remedy=f"Install windrow[{scheme}] where the worker runs (on a cluster the sidecar's "
-            "image), or name a path.",
+            remedy="Where the worker runs (on a cluster the sidecar's image): "
+            f"{install_client(scheme)}, or name a path.",
             reason=Reason.OUTPUT_NOT_WRITABLE,
         ) from error

@@ -13,6 +13,7 @@ from typing import Any
 
 from windrow.errors import UserError
 from windrow.eventlog import append_whole
+from windrow.wheel import install_extra
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.engine.stages import EvaluationDone, StepDone
 
@@ -95,6 +96,6 @@ def _board(folder: Path) -> Any:  # noqa: ANN401 - torch's writer is untyped
         raise UserError(
             f"TensorBoard files need tensorboard, which this worker has not ({error})",
             field="spec.training.tensorboard",
-            remedy="Install windrow[tensorboard] in the sidecar's image, or write false.",
+            remedy=f"In the sidecar's image: {install_extra('tensorboard')}, or write false.",
         ) from error
     return SummaryWriter(str(folder))

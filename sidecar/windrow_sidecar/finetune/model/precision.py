@@ -11,6 +11,7 @@ from torch import nn
 
 from windrow.crd import FinetuneJobSpec
 from windrow.errors import UserError
+from windrow.wheel import install_extra
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # With the scales of each block of 64 (nf4) or each row (int8).
@@ -53,7 +54,7 @@ class WeightForm:
             raise UserError(
                 f"{self.quantization} needs bitsandbytes, which this worker has not ({error})",
                 field="spec.model.quantization",
-                remedy="Install windrow[quantized] in the sidecar's image, or write none.",
+                remedy=f"In the sidecar's image: {install_extra('quantized')}, or write none.",
             ) from error
         from transformers import BitsAndBytesConfig
 

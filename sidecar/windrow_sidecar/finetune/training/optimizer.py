@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from windrow.crd import OptimizerSpec
 from windrow.errors import UserError, WindrowError
+from windrow.wheel import install_extra
 from windrow_sidecar.compute.queued import Reading
 from windrow_sidecar.finetune.training.snapshot import Spare, TensorSnapshot
 
@@ -223,7 +224,7 @@ def adamw(parameters: Sequence[nn.Parameter], spec: OptimizerSpec) -> torch.opti
         raise UserError(
             f"adamw8bit needs bitsandbytes, which this worker has not ({error})",
             field="spec.training.optimizer.type",
-            remedy="Install windrow[quantized] in the sidecar's image, or write adamw.",
+            remedy=f"In the sidecar's image: {install_extra('quantized')}, or write adamw.",
         ) from error
     made: torch.optim.Optimizer = AdamW8bit(parameters, betas=betas, weight_decay=spec.weight_decay)
     return made

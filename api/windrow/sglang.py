@@ -1,0 +1,162 @@
+"""Say which SGLang can be harvested: its version and its command line. Imports nothing of it.
+
+The plugin asks this of a server that starts, `windrow inject` of a manifest before there is one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any, Final
+
+from windrow.errors import UserError
+
+# Versions on which the tests of tests/sglang have passed (docs/sglang.md has the table).
+TESTED = ("0.5.23",)
+ENV_UNTESTED = "WINDROW_SGLANG_UNTESTED"  # "1": run on another version as well
+# trtllm_mha and trtllm_mla compute on views of the pool by page, of whatever strides.
+_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "trtllm_mha", "trtllm_mla")
+_HOST_TRANSFERS = ("mooncake", "fake")
+_KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+# Options that put other memory, other ranks or other loops where the plugin expects SGLang's own:
+# attribute of ServerArgs, the value that is fine, what to write.
+_PLAIN: tuple[tuple[str, object, str], ...] = (
+    ("tp_size", 1, "--tp-size 1, and a server on each GPU"),
+    ("pp_size", 1, "--pp-size 1"),
+    ("dp_size", 1, "--dp-size 1, and a server on each GPU"),
+    ("dcp_size", 1, "--dcp-size 1"),
+    ("speculative_algorithm", None, "no --speculative-algorithm"),
+    ("enable_pdmux", False, "no --enable-pdmux"),
+    ("enable_memory_saver", False, "no --enable-memory-saver"),
+    ("enable_unified_memory", False, "no --enable-unified-memory"),
+    ("enable_page_major_kv_layout", False, "no --enable-page-major-kv-layout"),
+    ("enable_hierarchical_cache", False, "no --enable-hierarchical-cache"),
+    ("enable_hisparse", False, "no --enable-hisparse"),
+    ("enable_dp_attention", False, "no --enable-dp-attention"),
+    ("enable_kv_cache_sharding", False, "no --enable-kv-cache-sharding"),
+    ("enable_pd_role_switch", False, "no --enable-pd-role-switch"),
+    ("cpu_offload_gb", 0, "no --cpu-offload-gb"),
+)
+
+
+# Other names of the options above, as SGLang's own parser has them.
+_ALIASES: Final = {
+    "--tp": "tp_size",
+    "--tensor-parallel-size": "tp_size",
+    "--pp": "pp_size",
+    "--pipeline-parallel-size": "pp_size",
+    "--dp": "dp_size",
+    "--data-parallel-size": "dp_size",
+    "--speculative-algo": "speculative_algorithm",
+}
+# What the other options are where the command line is silent, attribute of ServerArgs by name.
+_DEFAULTS: Final[dict[str, object]] = {
+    "disaggregation_mode": "null",
+    "disaggregation_transfer_backend": "mooncake",
+    "device": "cuda",
+    "page_size": None,
+    "kv_cache_dtype": "auto",
+    "attention_backend": None,
+    "decode_attention_backend": None,
+}
+_IMAGE_VERSION = re.compile(r"sglang[^/@]*:v?(\d+\.\d+\.\d+)")
+
+
+def check_version(version: str, *, insisted: bool) -> None:
+    """Refuse a version that nobody has tested, unless the user insists. Raises UserError."""
+    if version not in TESTED and not insisted:
+        raise UserError(
+            f"SGLang {version} is not one that the plugin was tested with ({', '.join(TESTED)})",
+            remedy=f"Install one of those, or set {ENV_UNTESTED}=1 to try this one.",
+        )
+
+
+def check_arguments(args: Any) -> None:  # noqa: ANN401  SGLang's ServerArgs
+    """Refuse a command line whose KV cannot be lent. Raises UserError with what to change."""
+    mode = args.disaggregation_mode
+    if mode not in ("decode", "null"):
+        raise UserError(
+            f"a {mode} instance has no decode steps to harvest beside",
+            field="--disaggregation-mode",
+            remedy="Run the sidecar in the decode instances.",
+        )
+    if (tokens := args.page_size or 1) < 2:
+        raise UserError(
+            f"pages of {tokens} token cannot be lent in chunks",
+            field="--page-size",
+            remedy="Use --page-size 16 or more.",
+        )
+    for name, fine, remedy in _PLAIN:
+        value = getattr(args, name, fine)
+        if value != fine and not (fine in (False, None) and not value):
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{value} is not supported yet", field=flag, remedy=f"Use {remedy}.")
+    backend = args.disaggregation_transfer_backend
+    if mode == "decode" and args.device == "cpu" and backend not in _HOST_TRANSFERS:
+        raise UserError(
+            f"untested: transfers by {backend} into the memory of cores beside lent chunks",
+            field="--disaggregation-transfer-backend",
+            remedy=f"Use {' or '.join(_HOST_TRANSFERS)}, or decode on a GPU.",
+        )
+    if args.kv_cache_dtype not in _KV_DTYPES:
+        raise UserError(
+            f"KV of {args.kv_cache_dtype} has a layout that the plugin does not know",
+            field="--kv-cache-dtype",
+            remedy="Use --kv-cache-dtype auto or fp8_e4m3.",
+        )
+    for field in ("attention_backend", "decode_attention_backend"):
+        if (backend := getattr(args, field, None)) not in (None, *_BACKENDS):
+            raise UserError(
+                f"the plugin does not know how {backend} lays out KV",
+                field="--" + field.replace("_", "-"),
+                remedy=f"Use one of {', '.join(_BACKENDS)}.",
+            )
+
+
+def arguments_of(words: Iterable[str]) -> SimpleNamespace:
+    """Return the options of a command line that `check_arguments` looks at, as ServerArgs has them.
+
+    A value that is filled in later (`$(TP)`) counts as fine.
+    """
+    known = {**_DEFAULTS, **{name: fine for name, fine, _ in _PLAIN}}
+    found, given = dict(known), list(words)
+    for place, word in enumerate(given):
+        flag, equals, value = word.partition("=")
+        name = _ALIASES.get(flag) or flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or name not in known:
+            continue
+        following = "" if equals else next(iter(given[place + 1 : place + 2]), "")
+        text = value if equals else ("" if following.startswith("-") else following)
+        found[name] = _value(known[name], name, text)
+    return SimpleNamespace(**found)
+
+
+def _value(fine: object, name: str, text: str) -> object:
+    if fine is False:
+        return text.lower() not in ("false", "0")
+    if "$" in text:
+        return 16 if name == "page_size" else fine
+    if name == "page_size" or isinstance(fine, int):
+        return int(text) if text.isdecimal() else fine
+    return text or fine
+
+
+def version_of_image(image: str) -> str:
+    """Return the version in the tag of an image of SGLang's project; empty: it has none."""
+    found = _IMAGE_VERSION.search(image)
+    return found.group(1) if found else ""
+
+
+def refusal(words: Sequence[str], image: str, *, insisted: bool = False) -> str:
+    """Return why a server of this command line and image would not be harvested; empty: it would.
+
+    `insisted`: the container sets ENV_UNTESTED.
+    """
+    try:
+        if version := version_of_image(image):
+            check_version(version, insisted=insisted)
+        check_arguments(arguments_of(words))
+    except UserError as error:
+        return str(error)
+    return ""
