@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 
 import pytest
 import torch
@@ -152,3 +153,21 @@ def test_codes_that_are_served_otherwise_than_in_the_file_are_not_shared(tmp_pat
     part[0] += 1
     with pytest.raises(UserError, match=r"gate_proj\.weight\w* is served with other values"):
         share_model(model, folder, "host")
+
+
+def test_without_room_for_the_copy_the_model_stays_as_it_is_and_only_sharing_is_left_out(
+    tmp_path,
+):
+    random_model("Llama", num_hidden_layers=1, **SIZES).save_pretrained(tmp_path / "plain")
+    recode(tmp_path / "plain", tmp_path / "coded", tmp_path / "numbers", "fp8 in blocks")
+    model = served(tmp_path / "coded")
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    no_room = resource.RLIMIT_FSIZE, (1 << 12, resource.RLIM_INFINITY)
+    held = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(*no_room)
+    try:
+        with pytest.raises(UserError, match="no room for a copy of"):
+            share_model(model, tmp_path / "coded", "host")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, held)
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before

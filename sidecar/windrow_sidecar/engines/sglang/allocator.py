@@ -151,6 +151,10 @@ def allocator_class(arena: Arena, fence: Fence) -> type[Any]:
             slots = arena.geometry.slots_per_chunk
             for buffer in buffers_of(self._kvcache):
                 buffer[chunk * slots : (chunk + 1) * slots].zero_()
+            if buffer.is_cuda:
+                # A transfer may write into the pages once they are handed out, on no stream of
+                # torch's: what it has written must not be zeroed.
+                torch.cuda.current_stream().synchronize()
 
         def _stage(self, pages: Any) -> None:  # noqa: ANN401
             staged = torch.tensor([*pages], dtype=torch.int64, device=self.device)

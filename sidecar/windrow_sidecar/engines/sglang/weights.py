@@ -27,7 +27,7 @@ from safetensors import safe_open
 from torch.utils.dlpack import from_dlpack
 
 from windrow.errors import UserError
-from windrow_sidecar._core import SharedWeights
+from windrow_sidecar._core import Error, SharedWeights
 from windrow_sidecar.engines.fingerprint import served_files
 from windrow_sidecar.engines.weight_files import SERVED_FIELD
 from windrow_sidecar.engines.weight_formats import WeightFormat, weight_format
@@ -90,8 +90,8 @@ def share_model(model: Any, folder: Path, driver: str) -> SharedModel:  # noqa: 
     """Move the parameters of a loaded model into sealed memory of the driver's device.
 
     Raises:
-        UserError: a matrix of the checkpoint is not in the model as it is in the file. The model is
-            as it was then.
+        UserError: a matrix of the checkpoint is not in the model as it is in the file, or the
+            device has no room for the copy. The model is as it was then.
     """
     parameters = dict(model.named_parameters())
     stored_as = weight_format(folder, of=SERVED_FIELD)
@@ -111,7 +111,15 @@ def share_model(model: Any, folder: Path, driver: str) -> SharedModel:  # noqa: 
     for name, vector in changed.items():
         beside[name] = end
         end += -(-vector.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-    shared = SharedWeights.create(end, driver=driver)
+    try:
+        if driver != "host":
+            torch.cuda.empty_cache()  # what loading has left over is room too
+        shared = SharedWeights.create(end, driver=driver)
+    except Error as error:
+        # Decode keeps its weights where they are, and is harvested all the same.
+        raise _cannot(
+            f"there is no room for a copy of {end} bytes beside the loaded weights ({error})"
+        ) from error
     storage = from_dlpack(shared.tensor())
     tensors = {}
     for name, place in places.items():
