@@ -130,7 +130,7 @@ def test_a_missing_right_is_named_and_waited_for(starting, limited, kube):
     line = operator.await_line("not ready")
     assert line.endswith(
         "the operator's account may not list, watch pods. "
-        "Install the chart, whose ClusterRole windrow-operator allows it."
+        "Install the chart, whose ClusterRole windrow-operator and Roles allow it."
     )
     assert "Traceback" not in operator.log.read_text()
     assert not operator.state["ready"]
