@@ -66,7 +66,7 @@ def run(control_plane, tmp_path):
 
 
 def test_the_steps_from_helm_to_a_job_that_says_why_it_waits(run, serving):
-    images, install, observe, harvest, leave = blocks("cluster.md")
+    images, install, observe, sharing, harvest, leave = blocks("cluster.md")
     assert images == "make images NAMES=operator\n"
     assert leave == "helm uninstall windrow -n windrow-system\n"
 
@@ -84,6 +84,7 @@ def test_the_steps_from_helm_to_a_job_that_says_why_it_waits(run, serving):
 
     wait_until(lambda: policy().get("status"), "the operator has taken the policy up")
     assert policy()["spec"]["mode"] == "observe"
+    run(sharing)  # of no slot yet
     assert "support-tone" in run(harvest)
     assert policy()["spec"]["mode"] == "harvest"
     wait_until(lambda: serving.condition("Placed", "support-tone"), "a condition")
