@@ -109,7 +109,8 @@ def runs(process, module):
         words = (process / "cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return module in words
+    # The fork server names the module that it loads, too.
+    return words[1:3] == [b"-m", module]
 
 
 def identity(core):
