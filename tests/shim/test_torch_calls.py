@@ -41,6 +41,7 @@ CALLS = {
     "current_device": "assert_equal(torch.cuda.current_device(), 0)",
     "current_stream": "torch.cuda.current_stream(gpu).synchronize()",
     "device_count": "assert_equal(torch.cuda.device_count(), 1)",
+    "empty_cache": "torch.cuda.empty_cache()",
     "get_device_properties": "torch.cuda.get_device_properties(gpu).multi_processor_count",
     "graph": "captured()",
     "is_available": "assert_equal(torch.cuda.is_available(), True)",
