@@ -5,8 +5,8 @@ Example: python -m benchmarks.coverage --recipes srt-slurm/recipes --runtimes om
 Both are folders of checkouts (NVIDIA/srt-slurm, sgl-project/ome); nothing of them is kept but
 counts. A decode section says yes if `sglang.check_arguments` takes its command line, with a page
 size as docs/sglang.md asks for; if the model's KV pool is one that is lent; and if its weights have
-a codec. The pool is told by the model's name, since recipes have no config.json; where the name
-says nothing, that counts as no.
+a codec. Recipes have no config.json, so the pool is guessed from the model's name; a name that says
+nothing counts as no.
 """
 
 from __future__ import annotations

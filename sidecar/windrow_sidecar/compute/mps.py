@@ -22,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from windrow.errors import Transient, UserError
+from windrow_sidecar.compute.mps_joining import pid_namespace
 
 CONTROL = "nvidia-cuda-mps-control"
 # Not for the daemon. It would renumber the devices that it leaves to its clients, who then look in
@@ -285,10 +286,11 @@ def _table(text: str) -> list[dict[str, str]]:
 
 def _namespace_of(pid: int) -> tuple[str, str] | None:
     """Return the inode of a process's PID namespace and its number there; None: it is gone."""
+    space = pid_namespace(pid)
     try:
-        inode = os.readlink(f"/proc/{pid}/ns/pid").partition("[")[2].rstrip("]")
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:
         return None
     numbers = [line.split()[-1] for line in status.splitlines() if line.startswith("NSpid:")]
-    return (inode, numbers[0]) if numbers else None
+    inode = space.partition("[")[2].rstrip("]")
+    return (inode, numbers[0]) if space and numbers else None
