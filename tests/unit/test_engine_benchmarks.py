@@ -21,7 +21,8 @@ def test_a_device_that_is_not_here_is_told_before_anything_is_made(
     if driver == "cuda" and torch.cuda.is_available():
         pytest.skip("torch sees a GPU here")
     monkeypatch.setattr(sys, "argv", ["benchmark", *flags, "--driver", driver])
-    with pytest.raises(SystemExit, match="no GPU here" if driver == "cuda" else "not a valid device"):
+    said = "no GPU here" if driver == "cuda" else "not a valid device"
+    with pytest.raises(SystemExit, match=said):
         benchmark.main()
 
 
