@@ -41,7 +41,7 @@ def read_limits(proc_file: Path = _OWN_GROUPS, mount: Path = _MOUNT) -> CgroupLi
 
 @dataclass(frozen=True, slots=True)
 class Throttled:
-    """How often and how long CPU quotas have kept this process's groups from running."""
+    """Count how often and how long CPU quotas have kept this process's groups from running."""
 
     periods: int = 0
     seconds: float = 0.0

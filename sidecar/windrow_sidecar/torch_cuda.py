@@ -17,7 +17,7 @@ _OLDEST_DRIVER = {11: "R450", 12: "R525", 13: "R580"}
 
 @dataclass(frozen=True, slots=True)
 class TorchCuda:
-    """What was found.
+    """Finding about torch and CUDA.
 
     Attributes:
         torch: version.
@@ -48,7 +48,7 @@ class TorchCuda:
 
     @property
     def missing(self) -> str:
-        """Why torch sees no GPU; "" where it sees one."""
+        """Reason why torch sees no GPU; "" where it sees one."""
         if self.gpus:
             return ""
         if not self.built_for:
@@ -59,7 +59,7 @@ class TorchCuda:
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
+        """Remedy for it."""
         if not self.built_for:
             return "Install a torch that is built for CUDA."
         if not self.driver:

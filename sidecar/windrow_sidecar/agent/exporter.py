@@ -217,7 +217,7 @@ def _jobs(slots: Mapping[Key, AgentSlot]) -> Iterator[Family]:
         return [((*key, r.assign.job_namespace, r.assign.job_name), of(r)) for key, r in runs]
 
     def known(of: Callable[[JobRun], float]) -> Rows:
-        """Leave out what no step has told yet."""
+        """Leave out what no step has reported yet."""
         return [row for row in each(of) if not math.isnan(row[1])]
 
     yield _gauge(m.JOB_STEP, each(lambda r: r.meter.latest.step))
@@ -257,7 +257,7 @@ def _counter(metric: m.Metric, rows: Rows) -> Family:
 
 
 def _histogram(metric: m.Metric, rows: Mapping[Key, agent_pb2.Histogram]) -> Family:
-    """A histogram; what no engine has told yet, or one with other buckets, is left out."""
+    """Return a histogram; leave out what no engine has reported yet, or one with other buckets."""
     family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
     bounds = [*(str(bound) for bound in metric.buckets), "+Inf"]
     for labels, counted in rows.items():

@@ -95,7 +95,7 @@ class _Flags:
         self._add("--run-dir", ENV_RUN_DIR, where, str(DEFAULT_RUN_DIR))
 
     def of_the_operator(self) -> None:
-        """Whom to attach to."""
+        """Add the flags for the operator to attach to."""
         self._add("--operator-address", ENV_OPERATOR_ADDRESS, "host:port of the operator")
         self.parser.add_argument(
             "--operator-ca",
@@ -114,7 +114,7 @@ class _Flags:
         self._add("--token-file", ENV_TOKEN_FILE, "projected service-account token")
 
     def of_the_pod(self) -> None:
-        """Who this is."""
+        """Add the flags that identify the pod."""
         self._add("--pod-namespace", ENV_POD_NAMESPACE, "of this pod")
         self._add("--pod-name", ENV_POD_NAME, "of this pod")
         self._add("--pod-uid", ENV_POD_UID, "of this pod")
@@ -134,7 +134,7 @@ class _Flags:
         )
 
     def of_workers(self) -> None:
-        """What runs finetuning, and what it may use."""
+        """Add the flags for the worker's program and its limits."""
         self.parser.add_argument(
             "--worker-module",
             default=AgentSettings.worker_module,

@@ -100,7 +100,7 @@ def why_not_to_fork() -> str:
 
 
 def _cuda_is_spoilt() -> bool:
-    """Whether a child could not use CUDA: torch knows it in the child only."""
+    """Return whether a child could not use CUDA; torch knows this only in the child."""
     native = getattr(sys.modules.get("torch"), "_C", None)
     is_bad = getattr(native, "_cuda_isInBadFork", None)
     if is_bad is None:

@@ -36,11 +36,11 @@ class WorkerChild(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its number, which is that of its group too; 0: it has not started yet."""
+        """Process id of the worker, which is also that of its group; 0: it has not started yet."""
 
     @property
     def returncode(self) -> int | None:
-        """How it ended; below 0: by that signal. None: it has not."""
+        """Exit status of the worker; below 0: the signal that ended it. None: it has not ended."""
 
     async def wait(self) -> int:
         """Reap it; returns its `returncode`."""
@@ -66,13 +66,13 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Of the server; 0: none runs."""
+        """Process id of the server; 0: none runs."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else 0
 
     @property
     def rests(self) -> bool:
-        """Whether workers must be started by exec for now."""
+        """True while workers must be started by exec."""
         return self._closed or asyncio.get_running_loop().time() < self._not_before_s
 
     async def ready(self) -> None:
@@ -240,16 +240,16 @@ class ComingChild:
 
     @property
     def pid(self) -> int:
-        """Of the worker; 0: it has not started."""
+        """Process id of the worker; 0: it has not started."""
         return self._child.pid if self._child else 0
 
     @property
     def returncode(self) -> int | None:
-        """How it ended; None: it has not."""
+        """Exit status of the worker; None: it has not ended."""
         return self._child.returncode if self._child else self._returncode
 
     async def started(self) -> None:
-        """Until it has a number, or never will."""
+        """Wait until it has a process id, or never will."""
         await asyncio.shield(self._started)
 
     async def wait(self) -> int:
@@ -313,7 +313,7 @@ def become_subreaper() -> None:
 
 
 def is_child(pid: int) -> bool:
-    """Whether that is a child of this process, which may have ended."""
+    """Return whether the pid is a child of this process; the child may have ended."""
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

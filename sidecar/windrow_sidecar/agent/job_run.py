@@ -31,7 +31,7 @@ class RunningWorker(Protocol):
     """The process that runs the job, and others with it (see `supervisor.WorkerSupervisor`)."""
 
     def is_shared_by(self, run: JobRun) -> bool:
-        """Whether it runs other jobs besides."""
+        """Return whether the run shares its worker with other jobs."""
 
     def kill_for(self, run: JobRun) -> None:
         """End it at once, for the sake of `run`."""
@@ -49,7 +49,7 @@ class JobRun:
         outbox: takes the events.
         worker: that runs it.
         joined: whether it came to a worker that was there.
-        on_tokens: is told how many tokens were done since it was last called.
+        on_tokens: called with the tokens  done since its last call.
         why_paused: says why decode lets the worker wait; empty: it does not.
     """
 
@@ -81,11 +81,11 @@ class JobRun:
         self._silent_s = 0.0  # for which its worker said nothing, so that we have ended it
 
     def is_of(self, job_uid: str, epoch: int) -> bool:
-        """Whether this is that placement."""
+        """Return whether this run is that placement."""
         return (self.assign.job_uid, self.assign.epoch) == (job_uid, epoch)
 
     async def wait(self) -> None:
-        """Until its end has been reported."""
+        """Wait until its end has been reported."""
         await self._has_ended.wait()
 
     # What the worker says
@@ -112,7 +112,7 @@ class JobRun:
         self._hung_up.set()
 
     def fell_silent(self, silent_s: float) -> None:
-        """Its worker lives and says nothing: it hangs as a whole, or was stopped."""
+        """Report a worker that lives and says nothing: it hangs as a whole, or was stopped."""
         if self.ended is None:
             _log.warning(
                 "job %s: the worker has reported nothing for %.0f s", self.assign.job_uid, silent_s

@@ -60,7 +60,7 @@ class StreamCall(Protocol):
 
 
 class _Addresses:
-    """Whom to dial next: the leader that was named, else the addresses that are set, in turn."""
+    """Addresses to dial: the leader that was named, else the configured addresses in turn."""
 
     def __init__(self, configured: str) -> None:
         self._configured = [part.strip() for part in configured.split(",") if part.strip()]
@@ -81,7 +81,7 @@ class _Addresses:
         self._leader = address
 
     def stay(self) -> None:
-        """The one that was dialled last is right: when its stream ends, it is dialled again."""
+        """Keep the address that was dialled last; when its stream ends, dial it again."""
         self._turn = max(0, self._turn - 1)
 
     def server_name(self, address: str) -> str:
@@ -118,7 +118,7 @@ class OperatorLink:
         self._facts_changed.set()
 
     def state_changed(self) -> None:
-        """Something has changed that the operator decides by: the next heartbeat comes at once."""
+        """Send the next heartbeat at once: something changed that the operator decides by."""
         self._state_changed.set()
 
     def profile_taken(self, slot: AgentSlot) -> None:
@@ -161,7 +161,7 @@ class OperatorLink:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 
     async def _attach(self, address: str) -> None:
-        """One stream, from dialling to its end. The token is read anew: it is rotated hourly."""
+        """Run one stream from dialling to its end. Reads the token again: it is rotated hourly."""
         settings = self._settings
         assert settings.token_file is not None
         token = settings.token_file.read_text(encoding="utf-8").strip()

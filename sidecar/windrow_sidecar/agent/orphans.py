@@ -33,7 +33,7 @@ def forget_worker(root: Path, slot: int) -> None:
 
 
 async def _nothing(_pid: int) -> None:
-    """It has no GPU work."""
+    """Do nothing: the worker has no GPU work."""
 
 
 async def end_orphans(
@@ -72,7 +72,7 @@ async def _end(
 
 
 def _began(pid: int) -> str | None:
-    """When a process started, in clock ticks: with the pid it names it for ever; None: it is gone.
+    """Return when a process started, in clock ticks; with the pid this is unique. None: it is gone.
 
     A zombie is gone: it runs nothing and holds nothing.
     """

@@ -25,7 +25,7 @@ class EventOutbox:
         self._changed = asyncio.Condition()
 
     async def add(self, event: attach_pb2.JobEvent) -> None:
-        """Keep an event and wake whoever waits for one."""
+        """Keep an event and wake the threads that wait for one."""
         key = (event.job_uid, event.epoch, event.kind, event.reason)
         self._kept.pop(key, None)
         self._sequence += 1

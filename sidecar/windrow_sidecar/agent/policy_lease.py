@@ -27,7 +27,7 @@ class PolicyLease:
         self._lease_s, self._has_policy = lease_s or DEFAULT_LEASE_S, True
 
     def ended(self, now_s: float, *, attached: bool) -> str:
-        """Return why the policy does not hold any more; empty: it does, or none was told."""
+        """Return why the policy no longer holds; empty: it holds, or none was received."""
         if attached and not self._renews:
             self._heard_s = now_s
         if not self._has_policy or now_s - self._heard_s < self._lease_s:

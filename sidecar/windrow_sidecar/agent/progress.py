@@ -45,13 +45,13 @@ class ProgressMeter:
 
     @property
     def eta_s(self) -> float:
-        """Until the last step at the present pace; 0 while the pace is not known."""
+        """Seconds until the last step at the present pace; 0 while the pace is not known."""
         pace = self._rate(lambda report: report.step)
         left = self.latest.total_steps - self.latest.step
         return left / pace if pace > 0 else 0.0
 
     def message(self) -> attach_pb2.Progress:
-        """As the wire has it."""
+        """Return the progress as the wire has it."""
         latest = self.latest
         return attach_pb2.Progress(
             step=latest.step,

@@ -109,7 +109,7 @@ class _Silence:
         self._seconds = 0
 
     async def watch(self, run: JobRun, channel: OutgoingQueue[agent_pb2.WorkerCommand]) -> None:
-        """Until the worker has been silent for too long, or this is cancelled."""
+        """Watch until the worker has been silent for too long, or this is cancelled."""
         for second in count():
             if second % ALIVE_EVERY_S == 0:
                 channel.send(agent_pb2.WorkerCommand(action="ALIVE"))

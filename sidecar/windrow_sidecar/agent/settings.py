@@ -83,7 +83,7 @@ class AgentSettings:
 
     @property
     def metrics_address(self) -> str:
-        """Where the metrics are served: a port of one's own choice is for a scraper elsewhere."""
+        """Address where the metrics are served: a set port is open to scrapers outside the pod."""
         return self.metrics_host or ("0.0.0.0" if self.metrics_port else "127.0.0.1")
 
     def operator_ca_pem(self) -> bytes:

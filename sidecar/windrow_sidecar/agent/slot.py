@@ -55,7 +55,7 @@ class _NoGpus:
     worker_environment: Final[Mapping[str, str]] = MappingProxyType({})
 
     async def join(self) -> None:
-        """There is nothing to join."""
+        """Do nothing: there is nothing to join."""
 
 
 _NO_GPUS: Final = _NoGpus()
@@ -143,7 +143,7 @@ class AgentSlot:
         )
 
     def engine_reported(self, stats: agent_pb2.EngineStats) -> None:
-        """Once a second."""
+        """Take the engine's report; called once a second."""
         self.stats = stats
         if (sharing := self._shared()) != self._told_sharing:
             self._told_sharing = sharing
@@ -155,7 +155,7 @@ class AgentSlot:
         self._prepare()
 
     def engine_hung_up(self, channel: EngineChannel) -> None:
-        """Its stream has ended; after a while without another one the engine counts as gone."""
+        """Note that the engine's stream has ended; after a while without one it counts as gone."""
         if channel is not self._channel:
             return
         self._channel = None
@@ -252,7 +252,7 @@ class AgentSlot:
     # Jobs
 
     def max_jobs(self) -> int:
-        """How many jobs over one base may run here at a time.
+        """Return how many jobs over one base may run here at a time.
 
         On a GPU one: what a job that is away leaves in lent memory is not counted yet.
         """
@@ -288,7 +288,7 @@ class AgentSlot:
     # Reports
 
     def _shared(self) -> Sharing | None:
-        """How the slot's GPU is shared now, by the word of its worker too; None: it has none."""
+        """Return how the slot's GPU is shared now, as its worker reports it too; None: no GPU."""
         if self.hello is None or self.hello.driver == "host":
             return None
         sharing = self._gpus.sharing
@@ -322,7 +322,7 @@ class AgentSlot:
         )
 
     def facts(self) -> attach_pb2.SlotFacts | None:
-        """For the hello to the operator; None until an engine has called or is known not to."""
+        """Return the hello's facts; None until an engine has called or is known not to call."""
         h = self.hello
         if h is None and not self._refused:
             return None
@@ -353,7 +353,7 @@ class AgentSlot:
         )
 
     def heartbeat(self) -> attach_pb2.SlotHeartbeat:
-        """What the operator hears at its interval."""
+        """Return what the operator receives at each interval."""
         free, kv, lent, reserved, draining = self.chunks()
         total = max(1, free + kv + lent + reserved + draining)
         if self.hello:

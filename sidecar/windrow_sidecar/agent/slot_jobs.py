@@ -66,17 +66,17 @@ class SlotJobs:
 
     @property
     def has_no_worker(self) -> bool:
-        """Whether no process runs here, nor is one about to."""
+        """True where no process runs here and none is about to start."""
         return self._supervisor is None or self._supervisor.is_over
 
     @property
     def worker_pid(self) -> int:
-        """Of the process; 0: none has started."""
+        """Process id of the worker; 0: none has started."""
         return self._supervisor.pid if self._supervisor else 0
 
     @property
     def worker_epoch(self) -> int:
-        """What decode knows the process by; 0: none runs."""
+        """Epoch by which decode knows the process; 0: none runs."""
         return self._supervisor.epoch if self._supervisor and self._supervisor.has_worker else 0
 
     @property
@@ -85,7 +85,7 @@ class SlotJobs:
         return [run for run in self.runs if run.ended is None]
 
     def find(self, job_uid: str, epoch: int) -> JobRun | None:
-        """That placement; None: it is not here, or it was long ago."""
+        """Return that placement; None: it is not here, or it ended long ago."""
         return next((run for run in self.runs if run.is_of(job_uid, epoch)), None)
 
     async def assign(self, assign: attach_pb2.Assign) -> None:
@@ -100,7 +100,7 @@ class SlotJobs:
             self._coming.discard(placement)
 
     def is_for(self, job_uid: str, epoch: int) -> bool:
-        """Whether that placement is here, or about to be."""
+        """Return whether that placement is here, or about to be."""
         return (job_uid, epoch) in self._coming or self.find(job_uid, epoch) is not None
 
     async def _place(self, assign: attach_pb2.Assign) -> None:
@@ -206,7 +206,7 @@ class SlotJobs:
             await run.give_up(reason, detail)
 
     async def wait(self) -> None:
-        """Until the worker has ended."""
+        """Wait until the worker has ended."""
         if self._supervisor:
             await self._supervisor.wait()
 
@@ -232,7 +232,7 @@ class SlotJobs:
         return [self._message_of(run) for run in self.going]
 
     def unsettled(self) -> list[attach_pb2.RunningJob]:
-        """For a hello: also runs that have ended, for the operator may not have heard of it yet.
+        """Return the jobs of a hello, ended runs included: the operator may not know yet.
 
         It would count a run that the hello leaves out as lost; the event of its end comes next.
         """

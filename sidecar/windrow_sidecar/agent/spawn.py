@@ -2,7 +2,7 @@
 
 A program of its own, because code between fork and exec in a process with gRPC's threads can
 deadlock. `python -m windrow_sidecar.agent.spawn PARENT_PID [--core=N...] -- COMMAND...`. The
-affinity mask says what the device is, and the worker takes its share of it by itself.
+affinity mask says what the device is, and the worker chooses its own share of it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ NEVER_CALLED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Off:
-    """Why a sidecar harvests nothing whatever its policy says.
+    """Reason why a sidecar harvests nothing whatever its policy says.
 
     Attributes:
         switched: by the pod's switch; jobs lose the device at once.

@@ -95,13 +95,13 @@ def _access(settings: AgentSettings, assign: attach_pb2.Assign) -> dict[str, obj
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a worker ended."""
+    """Exit status of a worker and what it means."""
 
     code: int  # below 0: by that signal
     log_tail: str
 
     def describe(self) -> str:
-        """For a condition's message."""
+        """Return the exit as text for a condition's message."""
         if self.code < 0:
             how = f"killed by {signal.Signals(-self.code).name}"
         else:
@@ -116,7 +116,7 @@ def name_of(assign: attach_pb2.Assign) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGround:
-    """What of the pod's devices a slot's workers are shown.
+    """Devices of the pod that a slot's workers may see.
 
     Attributes:
         gpu: the only GPU that they see, as CUDA_VISIBLE_DEVICES names it; "": all that this
@@ -159,20 +159,20 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the worker; 0: it is about to be forked."""
+        """Process id of the worker; 0: it is about to be forked."""
         return self._process.pid
 
     async def started(self) -> None:
-        """Until it has a number, or never will."""
+        """Wait until it has a process id, or never will."""
         if isinstance(self._process, ComingChild):
             await self._process.started()
 
     def joined(self, assign: attach_pb2.Assign) -> None:
-        """It has another job beside those that it has: lines of its log are that one's too."""
+        """Add a job to those of the worker: lines of its log are that job's too."""
         self._follower.add(name_of(assign))
 
     def left(self, assign: attach_pb2.Assign) -> None:
-        """It does not have that job any more, and has others."""
+        """Remove a job that the worker no longer has; others go on."""
         self._follower.drop(name_of(assign))
 
     async def wait(self) -> Exit:
@@ -198,7 +198,7 @@ class WorkerProcess:
 
 
 class Standby:
-    """At most one worker that has loaded everything but its job; see `finetune.standby`.
+    """Keep at most one worker that has loaded everything but its job; see `finetune.standby`.
 
     Args:
         settings: of the agent.
@@ -266,7 +266,7 @@ class Standby:
         await self._end()
 
     async def _end(self) -> None:
-        """Nothing is lost with one that waits."""
+        """End the waiting worker; nothing is lost with it."""
         async with self._starting:
             process, self._process = self._process, None
             if process is not None:
@@ -280,7 +280,7 @@ class Standby:
             os.close(order)
 
     def _resting(self) -> bool:
-        """One that ended by itself is not started again at once: it would end the same way."""
+        """Return whether a worker that ended unasked must wait: it would end the same way again."""
         now_s = asyncio.get_running_loop().time()
         if self._process is not None:
             _log.warning("a waiting worker ended with exit code %s", self._process.returncode)
@@ -397,7 +397,7 @@ async def _spawn(
 def worker_environment(
     settings: AgentSettings, ground: WorkerGround = WorkerGround()
 ) -> dict[str, str]:
-    """What a worker starts with; it is a client of the pod's MPS daemon where `ground` says so."""
+    """Return a worker's environment; a client of the pod's MPS daemon where `ground` says so."""
     own = {
         **openmp.WORKER,
         # While it loads; from its first grant on, the worker sets its threads by its level.
@@ -428,7 +428,7 @@ def _print(line: str) -> None:
 
 
 class WorkerLogFollower:
-    """Follows one log from where it stands now; complete lines only, but for the last.
+    """Follows one log from its present end; complete lines only, but for the last.
 
     Args:
         log: of the worker; it need not be there yet.
@@ -453,7 +453,7 @@ class WorkerLogFollower:
             self._jobs.remove(job)
 
     async def run(self) -> None:
-        """Follow until cancelled; what came last is told then."""
+        """Follow until cancelled, then report the last lines."""
         try:
             while True:
                 self.look()

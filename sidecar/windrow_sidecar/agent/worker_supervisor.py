@@ -1,8 +1,8 @@
 """Supervise one worker process and the jobs that share it.
 
-Each job ends with its own word and leaves the others going. The process is to end by itself once
-the last one has; whoever has to be killed, or kills the worker in its turn, takes the others along,
-which lose their slot by it and go on elsewhere from their checkpoints.
+Each job ends with its own message and leaves the others running. The process should end on its own
+after the last one. A job that has to be killed, or that kills the worker, ends the others too: they
+lose their slot and resume elsewhere from their checkpoints.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ class WorkerSupervisor:
 
     @property
     def pid(self) -> int:
-        """Of the worker; 0 before it has started and after it has been reaped."""
+        """Process id of the worker; 0 before it has started and after it has been reaped."""
         return self._process.pid if self._process and not self.is_over else 0
 
     @property
     def has_worker(self) -> bool:
-        """Whether a worker runs, or is about to."""
+        """True where a worker runs, or is about to."""
         return self._process is not None and not self.is_over
 
     @property
     def epoch(self) -> int:
-        """What decode knows the worker by: that of the job that it was started for."""
+        """Epoch by which decode knows the worker: that of the job that it was started for."""
         return self.runs[0].assign.epoch
 
     @property
@@ -78,7 +78,7 @@ class WorkerSupervisor:
 
     @property
     def takes_more(self) -> bool:
-        """Whether a run goes on that can bring the worker word of another."""
+        """True while a run goes on that can hand the worker another job."""
         return self._killed_for is None and self._control_stream() is not None
 
     async def start(self, run: JobRun, standby: Standby) -> None:
@@ -113,14 +113,14 @@ class WorkerSupervisor:
         )
 
     async def wait(self) -> None:
-        """Until the worker has been reaped and the ends of its runs have been reported."""
+        """Wait until the worker has been reaped and the ends of its runs have been reported."""
         if self._supervisor:
             await asyncio.shield(self._supervisor)
 
     # What its runs ask for (see `jobrun.RunningWorker`)
 
     def is_shared_by(self, run: JobRun) -> bool:
-        """Whether another run goes on."""
+        """Return whether another run goes on."""
         return any(other.ended is None for other in self.runs if other is not run)
 
     def kill_for(self, run: JobRun) -> None:
@@ -129,7 +129,7 @@ class WorkerSupervisor:
         self._kill()
 
     def ended(self, run: JobRun) -> None:
-        """After the last one the worker should end by itself; it is killed after the grace."""
+        """Note a run's end; after the last one the worker should end on its own, or is killed."""
         self._last_end = attach_pb2.JobEvent.Kind.Name(run.ended or 0).lower()
         if self._process and self.is_shared_by(run):
             self._process.left(run.assign)

@@ -20,7 +20,7 @@ _in_use: dict[str, _core.Partition] = {}
 
 
 def _use_torch_stream(stream: int) -> None:
-    """What is queued there from now on begins behind what was queued before, wherever that was."""
+    """Queue new work behind all that was queued before, on whichever stream that was."""
     import torch
 
     new = torch.cuda.ExternalStream(stream)  # type: ignore[no-untyped-call]
@@ -33,7 +33,7 @@ class CudaPartition:
 
     Args:
         side: whose share it is.
-        driver: "cuda", "cuda:N", or a driver that stands in for one.
+        driver: "cuda", "cuda:N", or a fake driver.
         use_stream: makes a CUstream the one that compute is launched on; torch's by default, as an
             `ExternalStream`.
 

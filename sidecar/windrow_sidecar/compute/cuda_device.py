@@ -68,14 +68,14 @@ class CudaDevice:
         return _EventMark(self._clock, torch.cuda.current_stream(self.torch))
 
     def free_bytes(self) -> int:
-        """Of what is lent; on a GPU of one's own, what the driver has left and torch has cached."""
+        """Return the free bytes of what is lent; on an own GPU, the driver's and torch's."""
         if self._lent is not None:
             return self._lent.free_bytes()
         cached = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
         return int(torch.cuda.mem_get_info(self.torch)[0]) + cached
 
     def peak_bytes(self) -> int:
-        """Of tensors."""
+        """Return the peak bytes of tensors."""
         if self._lent is not None:  # torch's own figures raise then
             return memory_stats(self.torch.index)["allocated_bytes.all.peak"]
         return int(torch.cuda.max_memory_allocated(self.torch))
@@ -162,7 +162,7 @@ class _EventMark:
 
 
 def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Whoever waits for it sleeps: a spinning worker would take a core from decode."""
+    """Return an event whose waiters sleep: a spinning worker would take a core from decode."""
     event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event

@@ -16,13 +16,13 @@ class Mark(Protocol):
     """A point in a device's queue of work (an event)."""
 
     def done(self) -> bool:
-        """Whether everything queued before it has ended. Never waits."""
+        """Return whether everything queued before it has ended. Never waits."""
 
     def wait(self) -> None:
-        """Until it has; other threads of Python go on meanwhile."""
+        """Wait until it has been reached; other threads of Python go on meanwhile."""
 
     def at_ns(self) -> int:
-        """When it was reached, nanoseconds of CLOCK_MONOTONIC. Waits."""
+        """Return when it was reached, in nanoseconds of CLOCK_MONOTONIC. Waits."""
 
 
 class ComputeDevice(Protocol):
@@ -30,15 +30,15 @@ class ComputeDevice(Protocol):
 
     @property
     def name(self) -> str:
-        """As `finding.find_device` takes it: "cpu" or "cuda:N"."""
+        """Name as `finding.find_device` takes it: "cpu" or "cuda:N"."""
 
     @property
     def torch(self) -> torch.device:
-        """Where tensors lie."""
+        """Device on which tensors are allocated."""
 
     @property
     def queues(self) -> bool:
-        """Whether a call returns before its work is done."""
+        """True where a call returns before its work is done."""
 
     def mark(self) -> Mark:
         """Return the point behind everything that this thread has queued."""
@@ -50,7 +50,7 @@ class ComputeDevice(Protocol):
         """Most memory that this process has held there so far. Any thread."""
 
     def wait_idle(self) -> None:
-        """Until nothing of this process runs there, on any stream. For its end; any thread.
+        """Wait until no work of this process runs there, on any stream. For its end; any thread.
 
         What a client of MPS leaves running at its end may take the other clients along.
         """
@@ -65,7 +65,7 @@ class ComputeDevice(Protocol):
         """Return new host memory, uint8 [n_bytes], that copies to the device at the link's rate."""
 
     def host_copy_bytes(self, n_bytes: int) -> int:
-        """What `host_copy` takes of the host's memory for so many."""
+        """Return how much host memory `host_copy` takes for so many bytes."""
 
     def copies(self) -> Copies:
         """Return a way to copy beside the computation. Any thread, one at a time."""
@@ -75,7 +75,7 @@ class Copies(Protocol):
     """Copies from host memory into the device's, in order, beside what is computed."""
 
     def after(self, mark: Mark) -> None:
-        """What is started from now on begins behind `mark`."""
+        """Start later work behind `mark`."""
 
     def start(self, to: Tensor, source: Tensor) -> None:
         """Copy `source` (see `host_copy`) to `to` on the device, [...] of one dtype.

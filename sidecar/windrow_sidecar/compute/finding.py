@@ -1,4 +1,4 @@
-"""Find the compute device that a name stands for."""
+"""Find the compute device of a name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Check that this machine's GPU has all that Windrow needs: `windrow doctor --gpu`.
 
 `python -m windrow_sidecar.compute.gpu_check` prints it as JSON. Each check tries the thing itself,
-takes seconds, and says what to do where it fails. A process of its own, so that whoever asks keeps
-no context on the GPU.
+takes seconds, and says what to do where it fails. A process of its own, so that the caller keeps no
+context on the GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PATTERN = 0x5A
 
 
 class CheckFailed(Exception):
-    """What was found, and what to do about it."""
+    """A failed check: what was found, and what to do about it."""
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(found)
@@ -231,7 +231,7 @@ CHECKS = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a check found; `remedy` is empty where all is well."""
+    """Finding of a check; `remedy` is empty where all is well."""
 
     what: str
     found: str

@@ -54,7 +54,7 @@ class HostPartition:
         side: whose share it is.
         cpus: the device's cores, ascending; decode's come first. The same in both processes.
         set_threads: takes the number of threads that compute may use; torch's by default.
-        driver: the host's, or one that stands in for it.
+        driver: the host's, or a fake.
 
     Raises:
         UserError: fewer than two cores, or cores that the machine does not have.
@@ -149,7 +149,7 @@ class HostPartition:
         self._active = self.total_units
 
     def exclude(self, *thread_ids: int) -> None:
-        """Never move these threads (native ids) from now on."""
+        """Exclude threads (native ids) from all later moves."""
         for thread_id in thread_ids:
             self._shares.exclude(thread_id)
 
@@ -160,7 +160,7 @@ class HostPartition:
 
     @contextmanager
     def background_threads(self) -> Iterator[None]:
-        """Threads that start inside, whoever makes them, are background threads.
+        """Make every thread that starts inside a background thread.
 
         For libraries that start threads of their own. Other code must not start threads meanwhile.
         """

@@ -30,15 +30,15 @@ class HostMark:
         return True
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
     def at_ns(self) -> int:
-        """When it was made."""
+        """Return when it was made."""
         return self.reached_ns
 
 
 class HostDevice:
-    """This machine's cores and memory (see `ComputeDevice`).
+    """Compute device made of this machine's cores and memory (see `ComputeDevice`).
 
     Args:
         clock: nanoseconds of CLOCK_MONOTONIC.
@@ -65,7 +65,7 @@ class HostDevice:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def wait_idle(self) -> None:
-        """What was called is done."""
+        """Return at once: calls are done when they return."""
 
     def release_caches(self) -> None:
         """Freed memory that the C library keeps for its next allocations."""
@@ -82,7 +82,7 @@ class HostDevice:
         return torch.empty(n_bytes, dtype=torch.uint8)
 
     def host_copy_bytes(self, n_bytes: int) -> int:
-        """As many."""
+        """Return the same number of bytes."""
         return n_bytes
 
     def copies(self) -> Copies:
@@ -120,7 +120,7 @@ def available_bytes() -> int:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether memory was refused, by whichever allocator: the host has no type for it."""
+    """Return whether memory was refused, by whichever allocator: the host has no type for it."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     said = str(error) if isinstance(error, RuntimeError) else ""

@@ -73,7 +73,7 @@ class MpsDaemon:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes a process its client: to be set before CUDA starts there."""
+        """Variables that make a process its client; set them before CUDA starts there."""
         return {
             "CUDA_MPS_PIPE_DIRECTORY": str(self._folder / "pipe"),
             "CUDA_MPS_LOG_DIRECTORY": str(self._folder / "log"),
@@ -81,12 +81,12 @@ class MpsDaemon:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is a child of this process."""
+        """True where the daemon is a child of this process."""
         return self._process is not None
 
     @property
     def has_control(self) -> bool:
-        """Whether the program that starts and asks it is there."""
+        """True where the program that starts and asks it exists."""
         return shutil.which(self._control, path=self._environ.get("PATH")) is not None
 
     def start(self, *, within: timedelta = ANSWERS_WITHIN) -> None:
@@ -125,7 +125,7 @@ class MpsDaemon:
         self._await_answer(deadline)
 
     def alive(self) -> bool:
-        """Whether the daemon still runs: one system call, or a question where it was taken over."""
+        """Return whether the daemon runs: one system call, or a question if it was taken over."""
         if self._taken_over:
             self._taken_over = self._answers()
         return self._taken_over or (self._process is not None and self._process.poll() is None)
@@ -213,7 +213,7 @@ class MpsDaemon:
         process.wait()
 
     def take_over(self, *, within: timedelta = ANSWERS_WITHIN) -> bool:
-        """Whether one that another process has started answers there: it is asked from now on."""
+        """Return whether a daemon of another process answers there; it is asked from now on."""
         self._taken_over = (self._folder / "pipe").is_dir() and self._answers(within)
         return self._taken_over
 

@@ -20,7 +20,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class DaemonNote:
-    """What decode's start writes of the daemon, for those that join later (`mps.json`).
+    """Facts that decode's start writes about the daemon, for containers that join (`mps.json`).
 
     Attributes:
         environment: the variables that make a process its client.
@@ -58,14 +58,14 @@ class DaemonNote:
 
     @property
     def starter_is_gone(self) -> bool:
-        """Whether the process that started the daemon is known to have ended."""
+        """True where the process that started the daemon is known to have ended."""
         is_ours = self.pid_namespace == pid_namespace()
         return is_ours and self.starter > 0 and not Path(f"/proc/{self.starter}").exists()
 
 
 @dataclass(frozen=True, slots=True)
 class JoiningContainer:
-    """What a container that wants to join has.
+    """Facts about a container that wants to join.
 
     Attributes:
         uid: its user.

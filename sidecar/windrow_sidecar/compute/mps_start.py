@@ -4,7 +4,7 @@ A process is a client of MPS only where the daemon runs before the process first
 start of decode brings it up: SGLang's plugin in the server's first process, the built-in engine
 before it loads torch, or `windrow run` before the server. Decode waits `WAIT` at most. It gets the
 variables only after another process has initialised CUDA under them; in every other case it serves
-without, and the reason is in its environment (`sharing.WITHOUT_MPS`) for whoever asks.
+without, and the reason is in its environment (`sharing.WITHOUT_MPS`) for later readers.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Partition(Protocol):
 
     @property
     def side(self) -> Side:
-        """Whose share it is."""
+        """Side whose share it is."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class Partition(Protocol):
         ...
 
     def levels(self) -> tuple[int, ...]:
-        """All that this side can be given, ascending.
+        """Return all levels that this side can be given, ascending.
 
         The last is the whole device, for while the other side computes nothing; all before it leave
         the other side at least one unit.

@@ -36,7 +36,7 @@ class Reading:
 
     @property
     def is_here(self) -> bool:
-        """Whether `value` would not wait."""
+        """True where `value` would not wait."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def value(self) -> float:

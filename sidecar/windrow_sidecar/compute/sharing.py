@@ -22,7 +22,7 @@ DecodePartition = Literal["none", "green"]
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """What is missing for sharing in space.
+    """Reason why sharing in space is not possible.
 
     Attributes:
         code: as one of the reasons of the slot's condition SharedInSpace.
@@ -35,7 +35,7 @@ class Lack:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a GPU is shared, and the reason in words for whoever asks.
+    """Way in which a GPU is shared, with the reason in words.
 
     Attributes:
         mode: `spatial`: both at once, on shares of SMs. `temporal`: the worker launches only while
@@ -51,7 +51,7 @@ class Sharing:
 
 @dataclass(frozen=True)
 class GpuCapabilities:
-    """What a GPU offers for sharing; a text says why something is missing, "" that it is there.
+    """Capabilities of a GPU for sharing; a text says why one is missing, "" that it is there.
 
     Attributes:
         green_missing: why there are no green contexts.

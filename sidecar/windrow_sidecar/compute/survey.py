@@ -1,6 +1,6 @@
 """`python -m windrow_sidecar.compute.survey`: how this machine's GPU would be shared, as JSON.
 
-A process of its own, so that whoever asks keeps no context on the GPU: the agent asks before it
+A process of its own, so that the caller keeps no context on the GPU: the agent asks before it
 starts the MPS daemon, `windrow doctor` for people.
 """
 
@@ -20,7 +20,7 @@ from windrow_sidecar.compute.sharing import GpuCapabilities, choose_sharing, gre
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was found; `gpu` is empty where there is none, and `why` says so.
+    """Result of a survey; `gpu` is empty where there is none, and `why` says so.
 
     Attributes:
         green_missing, mps_missing: as in `GpuCapabilities`; MPS is there where its program is.

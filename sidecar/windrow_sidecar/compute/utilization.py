@@ -28,12 +28,12 @@ class Meter(Protocol):
     """Measures between one call and the next."""
 
     def sample(self, engine_pid: int, worker_pid: int) -> Utilization:
-        """Since the last call; a pid of 0 is nobody."""
+        """Return the utilization since the last call; a pid of 0 is nobody."""
         ...
 
 
 def make_meter(driver: str, units: int, uuid: str = "") -> Meter:
-    """For the driver that the engine runs on; of a GPU without NVML nothing is known.
+    """Return a meter for the engine's driver; of a GPU without NVML nothing is known.
 
     `uuid`: of that GPU, as the engine's driver tells it; "": it does not.
     """
@@ -56,7 +56,7 @@ class Unmetered:
     """A device that nothing can be asked about."""
 
     def sample(self, engine_pid: int, worker_pid: int) -> Utilization:
-        """Nothing."""
+        """Return no figures."""
         del engine_pid, worker_pid
         return Utilization()
 
@@ -70,7 +70,7 @@ class CpuMeter:
         self._at_s = time.monotonic()
 
     def sample(self, engine_pid: int, worker_pid: int) -> Utilization:
-        """Since the last call."""
+        """Return the utilization since the last call."""
         now_s = time.monotonic()
         had_s = (now_s - self._at_s) * self._cores
         self._at_s = now_s
@@ -129,7 +129,7 @@ class GpuMeter:
         self._said: set[str] = set()
 
     def sample(self, engine_pid: int, worker_pid: int) -> Utilization:
-        """Since the last call."""
+        """Return the utilization since the last call."""
         del engine_pid
         try:
             rows = self._nvml.nvmlDeviceGetProcessUtilization(self._device, self._since_us)
@@ -170,7 +170,7 @@ class GpuMeter:
             return self._of_uuid(f"MIG-{_dashed(name)}")
 
     def _of_uuid(self, uuid: str) -> Any:  # noqa: ANN401 - a handle of pynvml's
-        """Like CUDA, take the beginning of one that is no other's."""
+        """Return the device of a UUID; like CUDA, take an unambiguous beginning of one."""
         try:
             return self._nvml.nvmlDeviceGetHandleByUUID(uuid)
         except self._nvml.NVMLError as error:
@@ -181,7 +181,7 @@ class GpuMeter:
             raise self._nvml.NVMLError_NotFound from error
 
     def _total(self) -> float:
-        """Of the whole device; 0 where it has no such counter (a MIG slice)."""
+        """Return the use of the whole device; 0 where it has no such counter (a MIG slice)."""
         try:
             return float(self._nvml.nvmlDeviceGetUtilizationRates(self._device).gpu) / 100
         except self._nvml.NVMLError as error:
@@ -199,7 +199,7 @@ def gpu_name(driver: str, uuid: str, environ: Mapping[str, str] = os.environ) ->
 
     Args:
         driver: "cuda", "cuda:N".
-        uuid: that the engine's driver has told, 32 hexadecimal digits; "" where it has not.
+        uuid: as the engine's driver reports it, 32 hexadecimal digits; "" where it has not.
         environ: of a process that sees the same GPUs.
     """
     if uuid:
@@ -239,7 +239,7 @@ def _dashed(uuid: str) -> str:
 
 
 def _is_of_group(pid: int, leader: int) -> bool:
-    """Whether a process is the worker, which leads a group, or one that it has started."""
+    """Return whether a process is the worker, which leads a group, or one that it has started."""
     try:
         return bool(leader) and os.getpgid(pid) == leader
     except ProcessLookupError:

@@ -39,7 +39,7 @@ class WholeDevice:
 
     @classmethod
     def cores(cls, side: Side, *, set_threads: Callable[[int], None]) -> WholeDevice:
-        """Those of this process's affinity mask."""
+        """Return the cores of this process's affinity mask."""
         return cls(side, len(os.sched_getaffinity(0)), "cores", set_threads=set_threads)
 
     def levels(self) -> tuple[int, ...]:
@@ -57,4 +57,4 @@ class WholeDevice:
         self._set_threads(level)
 
     def release(self) -> None:
-        """Nothing was taken away."""
+        """Do nothing: nothing was taken away."""

@@ -27,9 +27,9 @@ def model_fingerprint(model_dir: Path) -> str:
 
     Tensors of up to 12 KiB count as a whole; of a larger one, single numbers may differ unnoticed.
 
-    The same directory gives the same answer in every process. One that holds a config.json alone
-    stands for a shape: its weights are made up by whoever serves it (`--random-weights`), and who
-    shares them has them from there. Files beside the model's own count for nothing.
+    The same directory gives the same answer in every process. A directory with a config.json alone
+    describes a shape: the server makes up its weights  (`--random-weights`), and a worker that
+    shares them gets them from the server. Files beside the model's own count for nothing.
 
     Raises:
         UserError: there is no config.json, or a file is missing, cut short, or no safetensors file.
@@ -47,7 +47,7 @@ def model_fingerprint(model_dir: Path) -> str:
 
 
 def _samples(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, bytes) of what is hashed of a tensor that lies at [begin, end)."""
+    """Yield (start, bytes) of what is hashed of a tensor at [begin, end)."""
     if end - begin <= 3 * _SAMPLE_BYTES:
         yield begin, end - begin
         return
@@ -56,7 +56,7 @@ def _samples(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def read_config_bytes(model_dir: Path) -> bytes:
-    """Return config.json as it stands. Raises UserError where there is none."""
+    """Return the bytes of config.json. Raises UserError where there is none."""
     path = model_dir / "config.json"
     try:
         return path.read_bytes()

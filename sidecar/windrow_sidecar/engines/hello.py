@@ -18,7 +18,7 @@ class SharedDevice(Protocol):
 
     @property
     def driver(self) -> str:
-        """Of the arena: "host", "cuda:0"."""
+        """Driver of the arena: "host", "cuda:0"."""
         ...
 
     @property
@@ -33,12 +33,12 @@ class SharedDevice(Protocol):
 
     @property
     def cores(self) -> Sequence[int]:
-        """Of the machine, that are the device; none on a GPU."""
+        """Cores of the machine that are the device; none on a GPU."""
         ...
 
     @property
     def sharing(self) -> Sharing | None:
-        """How two processes share a GPU; None on the host."""
+        """Way in which two processes share a GPU; None on the host."""
         ...
 
 

@@ -22,7 +22,7 @@ _LONGEST_GAP_NS = 1_000_000_000  # whatever a grant says
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """What the engine knows at the start of a step. Times: nanoseconds of CLOCK_MONOTONIC."""
+    """State of the engine at the start of a step. Times: nanoseconds of CLOCK_MONOTONIC."""
 
     step: int
     start_ns: int  # as StepEvent counts it: the end of the step before, when one was running
@@ -120,7 +120,7 @@ def least_slack_us(begun: Iterable[tuple[int, int]], now_ns: int, objective_us: 
 class FailClosed:
     """A hook that cannot harm decode: its first exception switches it off for good.
 
-    It is then told to close (which revokes what it granted; what that raises is logged too), and
+    It is then closed (which revokes what it granted; what that raises is logged too), and
     `on_failure` hears of it, once. Decode goes on with all units.
     """
 

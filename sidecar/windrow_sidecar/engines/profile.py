@@ -28,7 +28,7 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much time goes into a profile."""
+    """Time budget of a profile."""
 
     rounds: int  # over all points; the lower median counts, for a disturbance only ever adds
     steps: int  # of which the median is taken, per point and round
@@ -106,7 +106,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a profile belongs to."""
+    """Identity of what a profile belongs to."""
 
     device: str
     driver: str
@@ -143,7 +143,7 @@ def plan(
         max_tokens: context tokens of a batch.
         max_context: of one request, the tokens that it generates meanwhile included.
 
-    Without several contexts per batch the coefficients of batch and context cannot be told apart.
+    Without several contexts per batch the coefficients of batch and context cannot be separated.
     """
     # A GPU's decode has the same units in every split: measured once. Shares come in turn, and
     # every third batch first, so that what no time is left for is spread over all of them.

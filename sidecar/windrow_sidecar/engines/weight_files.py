@@ -26,7 +26,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Of a safetensors file: each tensor's `dtype`, `shape` and `data_offsets`."""
+    """Header of a safetensors file: each tensor's `dtype`, `shape` and `data_offsets`."""
 
     tensors: dict[str, dict[str, Any]]
     begin: int  # byte of the file at which the tensors' bytes begin

@@ -30,7 +30,7 @@ Tensors = Mapping[str, Mapping[str, Any]]  # by name: dtype and shape, as header
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How one weight is stored.
+    """Coding in which one weight is stored.
 
     Attributes:
         codec: its name.
@@ -49,7 +49,7 @@ class Coding:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How a checkpoint stores its weights.
+    """Format in which a checkpoint stores its weights.
 
     Attributes:
         method: the words for it; "": plainly, or in a way that has no codec here.
@@ -63,7 +63,7 @@ class WeightFormat:
 
     @property
     def consumed(self) -> set[str]:
-        """Names of tensors that are no weights by themselves."""
+        """Names of tensors that are parts of weights, not weights."""
         parts = {name for coding in self.codings.values() for name in coding.parts.values()}
         return parts | self.beside
 
@@ -121,7 +121,7 @@ def _stated(directory: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """What is stated of a checkpoint, and what its headers say."""
+    """Statements of a checkpoint and what its headers say."""
 
     directory: Path
     field: str
@@ -193,7 +193,7 @@ _SCALES = (*_FLOATS, "F8_E8M0", "U8")
 
 
 def _fp8(at: _Checkpoint) -> Iterator[tuple[str, Coding]]:
-    """Of DeepSeek and Qwen (a scale for each block), and of AutoFP8 (one for a weight)."""
+    """Yield DeepSeek's and Qwen's scales (one for each block), and AutoFP8's (one for a weight)."""
     block = at.stated.get("weight_block_size")
     if (fmt := at.stated.get("fmt", "e4m3")) != "e4m3":
         raise at.no_codec(f"the type {fmt}")

@@ -28,7 +28,7 @@ class TokenWindow:
 
     @property
     def tokens(self) -> int:
-        """How many of each row."""
+        """Tokens of each row."""
         return self.end - self.begin
 
 
@@ -63,7 +63,7 @@ class MicroBatch:
 
     @property
     def padded_tokens(self) -> int:
-        """What the layers compute on."""
+        """Tokens that the layers compute on."""
         return self.lines * self.width
 
     @property
@@ -111,11 +111,11 @@ class Tasklet:
 
     @property
     def is_window(self) -> bool:
-        """Whether it runs on a part of its rows only."""
+        """True where it runs on a part of its rows only."""
         return self.micro is not None and self.window != self.micro.whole
 
     def each_layer(self) -> tuple[Tasklet, ...]:
-        """Those tasklets, in the order in which they run."""
+        """Return those tasklets, in the order in which they run."""
         if self.parts == 1:
             return (self,)
         layers = range(self.layer, self.layer_end)
@@ -123,11 +123,11 @@ class Tasklet:
         return tuple(replace(self, layer=i, layer_end=i + 1) for i in ordered)
 
     def with_another_layer(self) -> Tasklet:
-        """One that takes as long as this and the same on the layer next to it."""
+        """Return one that takes as long as this and the same on the layer next to it."""
         return replace(self, layer_end=self.layer_end + 1)
 
     def joined(self, following: Tasklet) -> Tasklet | None:
-        """This tasklet and the one that follows as one, where only the layer differs."""
+        """Return this tasklet and the next as one, where only the layer differs."""
         if replace(following, layer=self.layer, layer_end=self.layer_end) != self:
             return None
         if self.phase is Phase.FORWARD and following.layer == self.layer_end:
@@ -172,7 +172,7 @@ def next_micro_batch(
 
 @dataclass(frozen=True, slots=True)
 class MicroLimits:
-    """How large the next group of micro-batches may be; it has one row at least."""
+    """Size limits of the next group of micro-batches; it has one row at least."""
 
     max_tokens: int  # of each micro-batch
     micro_batches: int = 1  # that visit a layer together

@@ -37,29 +37,29 @@ class LentBudget:
 
     @property
     def allocator(self) -> DeviceAllocator:
-        """Whose budget it is."""
+        """Allocator whose budget it is."""
         return self._allocator
 
     @property
     def chunks(self) -> int:
-        """How many chunks are in the budget, those that drain included."""
+        """Chunks in the budget, those that drain included."""
         return len(self._chunks)
 
     def asked_back(self) -> bool:
-        """Whether decode waits for a chunk."""
+        """Return whether decode waits for a chunk."""
         return bool(self._arena.draining(self._owner))
 
     def used_bytes(self) -> int:
-        """What tensors take, in whole blocks."""
+        """Return the bytes that tensors take, in whole blocks."""
         return self._allocator.stats()["reserved_bytes.all.current"]
 
     def free_bytes(self) -> int:
-        """What tensors may still take. Any thread."""
+        """Return the bytes that tensors may still take. Any thread."""
         lent = len(self._chunks) * self._arena.geometry.chunk_bytes
         return max(0, lent - self.used_bytes())
 
     def wait_freed(self) -> None:
-        """Until nothing uses what was freed so far, on any stream of this process."""
+        """Wait until nothing uses what was freed so far, on any stream of this process."""
         self._allocator.wait_freed()
 
     def give_back(self) -> None:
@@ -135,6 +135,6 @@ def memory_stats(device: int | None = None) -> dict[str, int]:
 
 
 def _address(symbol: str) -> int:
-    """Of a C function of the native module."""
+    """Return the address of a C function of the native module."""
     function = getattr(ctypes.CDLL(_core.__file__), symbol)
     return ctypes.cast(function, ctypes.c_void_p).value or 0

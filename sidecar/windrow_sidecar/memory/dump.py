@@ -57,7 +57,7 @@ def chunk_map(socket_path: str, *, timeout_s: float = 2.0) -> dict[str, Any]:
 
 
 def _silence_s(arena: Inspection, writer: int) -> float | None:
-    """Since its last sign of life; None: it never gave one, and so counts from the boot."""
+    """Return the seconds since its last sign of life; None: none yet, counted from the boot."""
     since_boot_ns = monotonic_ns()
     silent_ns = arena.heartbeat_age_ns(writer)
     return None if silent_ns >= since_boot_ns else silent_ns / 1e9

@@ -19,7 +19,7 @@ MOST_OF_MEMORY = 0.75
 
 @dataclass(frozen=True)
 class KvShape:
-    """What one token's K and V look like.
+    """Shape of one token's K and V.
 
     Attributes:
         layers: decoder layers that keep KV.

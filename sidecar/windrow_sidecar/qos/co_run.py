@@ -25,7 +25,7 @@ class CoRunFactors:
     k1: float = 1.05
 
     def factor(self, s_inf: float, s_ft: float) -> float:
-        """By how much the worker stretches a step; never below 1."""
+        """Return by how much the worker stretches a step; never below 1."""
         return max(1.0, self.b1 * s_inf + self.k1 * s_ft)
 
 

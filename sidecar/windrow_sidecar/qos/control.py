@@ -17,11 +17,11 @@ from windrow_sidecar.qos.view import Action, Grant, Offer, View
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """What policies have to know of the engine.
+    """Traits of the engine that policies have to know.
 
     Attributes:
         layers: of its model.
-        gaps: it heeds `Grant.gap_until_ns`.
+        gaps: it honours `Grant.gap_until_ns`.
         chunk_bytes: of its arena; 0: unknown.
     """
 
@@ -44,7 +44,7 @@ class Decided(NamedTuple):
 
 
 class DuringStep(NamedTuple):
-    """What a step runs under, to judge it by afterwards."""
+    """Conditions of a step, to judge it by afterwards."""
 
     split: int = 0  # that the worker had throughout; 0: none, or not throughout
     batch: int = 0
@@ -103,27 +103,27 @@ class Controller:
 
     @property
     def why_paused(self) -> str:
-        """In a few words, while the worker is paused; "" while it may run."""
+        """Reason, in a few words, while the worker is paused; "" while it may run."""
         return self._why_paused
 
     @property
     def would_units(self) -> float:
-        """What the policy gives the worker, on average over the step; in `observe`, would give."""
+        """Units that the policy gives the worker, averaged over the step (`observe`: would)."""
         return self._would_units
 
     @property
     def during(self) -> DuringStep:
-        """What the step that was decided last runs under."""
+        """Conditions under which the step that was decided last runs."""
         return self._during
 
     @property
     def terms(self) -> HarvestTerms | None:
-        """In force; None: nothing is harvested."""
+        """Terms in force; None: nothing is harvested."""
         return self._terms
 
     @property
     def predictor(self) -> Predictor | None:
-        """None without a latency profile: nothing is harvested then."""
+        """Predictor of steps; None without a latency profile: nothing is harvested then."""
         return self._predictor
 
     def set_predictor(self, predictor: Predictor) -> None:
@@ -167,7 +167,7 @@ class Controller:
     def decide(
         self, view: View, offer: Offer, now_ns: int, *, present: bool, chunks: int = 0
     ) -> Grant:
-        """What both sides do from now on.
+        """Return what both sides do from now on.
 
         `present`: a worker is attached and its heart beats; `chunks`: how many it may hold.
         """
@@ -206,7 +206,7 @@ class Controller:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the last decision is in force as it was wished: no units are changing hands."""
+        """True where the last decision is in force as wished: no units are changing hands."""
         return self.during.settled
 
     def observe(self, now_ns: int, latency_us: float) -> float | None:
@@ -261,7 +261,7 @@ class Controller:
         )
 
     def headroom_units(self, view: View) -> float:
-        """What a worker that always has work would get at this moment; callable from any thread.
+        """Return what a worker that always has work would get now; callable from any thread.
 
         Of turns and parts of steps, as much as the worker has on average.
         """
@@ -274,7 +274,7 @@ class Controller:
         return effective_units(policy.decide(view, EAGER, ctx), view, EAGER, ctx)
 
     def _wish(self, view: View, offer: Offer, now_ns: int, present: bool) -> Grant:
-        """What policy and guard want, whatever the worker is doing right now."""
+        """Return what policy and guard want, whatever the worker is doing right now."""
         terms, policy, predictor = self._terms, self._policy, self._predictor
         if terms is None or policy is None or predictor is None:
             self._current = 0
@@ -386,7 +386,7 @@ def _below_decode(terms: HarvestTerms | None, predictor: Predictor | None) -> st
 
 
 def why_nothing(terms: HarvestTerms | None, predictor: Predictor | None) -> str:
-    """Why nothing is harvested at all under these terms, of which there is none, or it is off."""
+    """Return why nothing is harvested under these terms: there are none, or harvesting is off."""
     if terms is None:
         return "no policy"
     return "off" if predictor else "no latency profile"

@@ -6,7 +6,7 @@ batch, and others find no place in it. A breaker gives up for a while when steps
 break the objective much more often than steps of decode alone, or when a CPU limit kept decode from
 running beside it. The way back: after 10 s (twice as long each time, 160 s at most) it lets the
 worker run again on trial, judged by a fresh window; a clean window of 1,600 steps puts the 10 s
-back. What cannot be (a stale view, a clock that stands, a latency of NaN) pauses too. Time is an
+back. Impossible input (a stale view, a stopped clock, a latency of NaN) pauses too. Time is an
 argument.
 """
 
@@ -88,22 +88,22 @@ class Guard:
 
     @property
     def settings(self) -> GuardSettings:
-        """As it was made."""
+        """Settings as passed at construction."""
         return self._settings
 
     def set_percentile(self, percentile: float) -> None:
-        """Of the objective: 99 allows one step in a hundred to be over it."""
+        """Set the percentile of the objective: 99 allows one step in a hundred to be over it."""
         self._allowed_share = max(0.0, 1.0 - percentile / 100.0)
 
     def extra_margin(self, now_ns: int) -> float:
-        """What trips have added to the predictor's margin; fades by half every ten seconds."""
+        """Return what trips added to the predictor's margin; fades by half every ten seconds."""
         if self._extra == 0.0:
             return 0.0
         age = (now_ns - self._extra_at_ns) / self._settings.widen_half_life_ns
         return self._extra * 2.0**-age if age < 10 else 0.0
 
     def doubt(self, view: View, offer: Offer, predicted_us: Sequence[float], now_ns: int) -> str:
-        """Why nothing can be decided on these figures, in a few words; "" where it can."""
+        """Return why these figures allow no decision, in a few words; "" where they do."""
         settings = self._settings
         self._standing = 0 if now_ns > self._last_now_ns else self._standing + 1
         backwards = now_ns < self._last_now_ns
@@ -133,7 +133,7 @@ class Guard:
         return ""
 
     def allows(self, wish: Grant, most_units: int, most_gap_ns: int, most_hold_ns: int) -> bool:
-        """Whether a wish keeps the hard limits: units, and times from now until which decode waits.
+        """Return whether a wish keeps the hard limits: units, and how long decode may wait.
 
         `most_gap_ns`, `most_hold_ns`: the latest moments of CLOCK_MONOTONIC.
         """
@@ -159,11 +159,11 @@ class Guard:
         self._pause(now_ns, for_queue=True)
 
     def pauses(self, now_ns: int) -> bool:
-        """Whether late steps or waiting requests hold the worker at this moment."""
+        """Return whether late steps or waiting requests hold the worker at this moment."""
         return now_ns < self._paused_until_ns
 
     def may_run(self, now_ns: int) -> bool:
-        """Whether the worker may run at this moment, whatever a policy says."""
+        """Return whether the worker may run at this moment, whatever a policy says."""
         if self.pauses(now_ns):
             return False
         if self.reason and now_ns >= self._open_until_ns:
@@ -172,7 +172,7 @@ class Guard:
 
     @property
     def why_paused(self) -> str:
-        """What holds the worker where `may_run` says no: breaker, waiting requests, late steps."""
+        """Reason where `may_run` is False: breaker, waiting requests, late steps."""
         if self.reason:
             return "breaker"
         return "queue" if self._for_queue else "guard"
@@ -180,8 +180,8 @@ class Guard:
     def throttled(self, now_ns: int, seconds: float) -> None:
         """Give up for a while: a CPU limit has kept decode from running beside the worker.
 
-        Limits are counted in periods of 100 ms, so decode stands still for longer than any margin
-        covers, and what the worker takes of the pod's limit decode lacks.
+        Limits are counted in periods of 100 ms, so decode stops for longer than any margin covers,
+        and what the worker takes of the pod's limit decode lacks.
         """
         if self.reason:
             return
@@ -198,7 +198,7 @@ class Guard:
 
     @property
     def state(self) -> tuple[float, int, int, int, bool, bool]:
-        """What a decision needs of it.
+        """State that a decision needs.
 
         Margin added and when, paused until, open until, open, paused for requests that wait.
         """

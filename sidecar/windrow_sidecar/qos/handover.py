@@ -39,7 +39,7 @@ class Handover:
         self.decode_units = decode_units
 
     def _is_quiet(self, action: int, offer: Offer) -> bool:
-        """Nothing that was launched under an older grant runs.
+        """Return whether nothing runs that was launched under an older grant.
 
         Under GO, what is in flight was launched after the worker saw this epoch, thus within the
         units that it grants; a pause is over only when nothing is in flight at all.

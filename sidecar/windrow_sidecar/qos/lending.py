@@ -27,7 +27,7 @@ class ChunkCounts:
 
 @dataclass(frozen=True, slots=True)
 class LendingPlan:
-    """What to do now. `target` is what the worker is told that it may hold."""
+    """Plan of what to lend and take back now. `target` is what the worker may hold."""
 
     target: int
     lend: int = 0

@@ -86,7 +86,7 @@ class Partitioning:
         return min(index, len(shares) - 1, LEVELS_MAX - 1)
 
     def allowed(self, max_compute_percent: int) -> int:
-        """How many of the splits, from the first on, a limit in percent of the units lets pass."""
+        """Return how many splits, from the first on, a limit in percent of the units allows."""
         bound = self.units * max_compute_percent // 100
         return sum(1 for s in self.splits if s.finetune_units <= bound)
 
@@ -128,7 +128,7 @@ def gpu_shares(groups: int) -> tuple[int, ...]:
 
 
 def offered_levels(levels: Sequence[int]) -> tuple[int, ...]:
-    """For which of a worker's levels an offer holds an estimate: the whole device is the last."""
+    """Return the levels for which an offer holds an estimate: the whole device is the last."""
     if len(levels) <= LEVELS_MAX:
         return tuple(levels)
     return (*spread_shares(levels[-1])[1:], levels[-1])

@@ -2,7 +2,7 @@
 
 Stage 1 (`solo.py`) is fitted from a profile. Stage 2 (`co_run.py`) multiplies it by what a worker
 costs, with one (b1, k1) for all batches and phases, which recursive least squares follows online.
-In front of both stands what steps of the same kind took (`records.py`). The papers' own forms stay
+Records of  steps of the same kind come before both (`records.py`). The papers' own forms stay
 as options: `harli` keeps the factors that were profiled, `llmstation` moves the records only.
 """
 
@@ -86,7 +86,7 @@ class Predictor:
 
     @property
     def co_run(self) -> CoRunFactors:
-        """Stage 2 as it stands."""
+        """Stage 2 in its present state."""
         return CoRunFactors(self._b1, self._k1)
 
     def predict_us(self, batch: int, context_tokens: int) -> list[float]:
@@ -112,7 +112,7 @@ class Predictor:
         return beside, alone
 
     def extrapolates(self, batch: int, context_tokens: int) -> bool:
-        """Whether batch or context lie beyond what was profiled, or seen often enough since."""
+        """Return whether batch or context are beyond what was profiled or seen often enough."""
         return batch > self._most_batch or context_tokens > self._most_context
 
     @property
@@ -122,12 +122,12 @@ class Predictor:
 
     @property
     def taught(self) -> bool:
-        """Whether enough steps beside a share have moved stage 2, of late too."""
+        """True where enough steps beside a share have moved stage 2, of late too."""
         return self._credit >= LESSONS * PARTS_A_LESSON
 
     @property
     def learned(self) -> tuple[float, float, float, int, int, bool]:
-        """What steps have taught: b1, k1, the margin, the batch and context it reaches to.
+        """Lessons of steps: b1, k1, the margin, the batch and context it reaches to.
 
         And whether they are `taught` enough.
         """
@@ -136,12 +136,12 @@ class Predictor:
 
     @property
     def records(self) -> RecordCache:
-        """What steps of each kind took, over what the linear model says."""
+        """Records of what steps of each kind took, over what the linear model says."""
         return self._records
 
     @property
     def least_step_us(self) -> float:
-        """What the smallest batch takes on all units, alone and with hardly any context."""
+        """Time of the smallest batch on all units, alone and with hardly any context."""
         return self._solo[0].predict_us(1, 0)
 
     def follow(self, residual: float, weight: float = 1.0) -> None:

@@ -28,7 +28,7 @@ class RecordCache:
         self.newest: tuple[int, int, int, int, float] | None = None
 
     def corrections(self, batch: int, context_tokens: int, phase: int) -> list[float] | None:
-        """By which each split's prediction is to be multiplied; None: a miss."""
+        """Return the factors for each split's prediction; None: a miss."""
         return self._known.get(((batch - 1).bit_length(), context_tokens >> CONTEXT_BITS, phase))
 
     def add(self, split: int, batch: int, context_tokens: int, phase: int, *, ratio: float) -> None:

@@ -21,7 +21,7 @@ _WINDOWS = 600
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What KV may ask for before lent memory is back.
+    """Memory that KV may ask for before lent memory is back.
 
     Attributes:
         release_us: T, from asking until a chunk is free: the in-flight bound and the drain.

@@ -15,7 +15,7 @@ from windrow_sidecar.qos.solo import SoloSample, SoloStepModel
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a number of compute units reaches.
+    """Rates that a number of compute units reaches.
 
     Attributes:
         bytes_per_us: read from memory.
@@ -28,7 +28,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a decode step of a model reads and computes."""
+    """Size of a model's decode step: what it reads and computes."""
 
     weight_bytes: int
     parameters: int  # that each request's row is multiplied by

@@ -16,7 +16,7 @@ LEVELS_MAX = 9
 
 
 class Action(IntEnum):
-    """What a grant tells the worker."""
+    """Action that a grant asks of the worker."""
 
     PAUSE = 0
     GO = 1
@@ -49,7 +49,7 @@ class View(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What the worker would do next. Written by the worker only."""
+    """Next tasklet of the worker, as an offer. Written by the worker only."""
 
     job_epoch: int = 0  # 0: no job
     tasklet_id: int = 0  # next to run; grows by one with each
@@ -70,7 +70,7 @@ class Offer(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """What both sides may do from now on. A policy answers with it, the guard may narrow it."""
+    """Rights of both sides from now on. A policy answers with it; the guard may reduce it."""
 
     action: int = Action.PAUSE
     finetune_units: int = 0

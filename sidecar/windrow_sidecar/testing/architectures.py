@@ -1,4 +1,4 @@
-"""Random models of a few thousand parameters, one of each architecture that we promise to train."""
+"""Random models of a few thousand parameters, one of each supported architecture."""
 
 from __future__ import annotations
 

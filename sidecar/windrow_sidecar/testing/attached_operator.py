@@ -62,8 +62,8 @@ class AttachedOperator(attach_pb2_grpc.AttachServicer):
         cert: PEM of its self-signed certificate, for 127.0.0.1.
         heard: messages of all streams, oldest first.
         tokens: the `authorization` of each stream.
-        term: of its leadership, as it tells it.
-        renews: whether its hello promises renewals of policies.
+        term: of its leadership, as it reports it.
+        renews: whether its hello announces renewals of policies.
         renew_every_s: seconds between two renewals; 0: it sends none unasked.
         leader: host:port of another replica that leads; this one then takes no stream.
     """
@@ -136,7 +136,7 @@ class AttachedOperator(attach_pb2_grpc.AttachServicer):
         self.say(attach_pb2.OperatorMessage(renewal=attach_pb2.PolicyRenewal()))
 
     def say(self, message: attach_pb2.OperatorMessage) -> None:
-        """Send a message to whoever is attached."""
+        """Send a message to every attached peer."""
         self._orders.put_nowait(message)
 
     def set_policy(self, **fields: Any) -> None:  # noqa: ANN401 - of PolicyConfig
@@ -189,7 +189,7 @@ class AttachedOperator(attach_pb2_grpc.AttachServicer):
 
     @property
     def has_engine(self) -> bool:
-        """Whether a slot's engine has called; one that starts for long is refused before."""
+        """True where a slot's engine has called; one that starts for long is refused before."""
         return any(slot.engine and not slot.refused for h in self.hellos for slot in h.slots)
 
     @property

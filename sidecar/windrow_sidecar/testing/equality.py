@@ -36,7 +36,7 @@ STEPS, BATCH, SEED, RATE = 5, 5, 17, 1e-2
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the work of ours is cut."""
+    """Way in which our work is cut."""
 
     sizing: TaskletSizing = WholeRows()  # noqa: RUF009 - has no state
     order: Order = layer_major

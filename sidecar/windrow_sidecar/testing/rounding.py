@@ -1,4 +1,4 @@
-"""Whether two runs of the same arithmetic differ by more than where rounding falls.
+"""Comparison of two runs of the same arithmetic: do they differ by more than rounding?
 
 Equality is a statement about arithmetic, so it is tested in float64, where a mistake cannot hide
 behind rounding. Two right runs in fp32 or bf16 may differ by any multiple of their precision that
@@ -32,14 +32,14 @@ NOISE = 2.0**3 * 2.0**-53
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """How far tensors are from what they should be, in L2."""
+    """Distance of tensors from what they should be, in L2."""
 
     of_norm: float  # all together, against the norm of all together
     of_tensor: float  # the worst one, against its own norm
 
     @property
     def by_rounding(self) -> bool:
-        """Whether nothing but rounding in float64 tells them apart."""
+        """True where nothing but rounding in float64 separates them."""
         return self.of_norm <= ROUNDING and self.of_tensor <= ROUNDING
 
 
@@ -64,7 +64,7 @@ def relative(found: Tensor, truth: Tensor) -> float:
 
 
 def no_farther(ours: Iterable[float], theirs: Iterable[float], dtype: torch.dtype) -> bool:
-    """Whether runs of ours in `dtype` come as near to float64 as the ordinary way in `dtype` does.
+    """Return whether ours in `dtype` come as near to float64 as the ordinary way in `dtype`.
 
     Both are judged by the root of their mean square, since rounding falls elsewhere in each run.
     Half as much again is allowed: were every value of ours rounded once more than theirs, by an
@@ -79,7 +79,7 @@ def _typical(distances: Iterable[float]) -> float:
 
 
 class _InFloat64(TorchFunctionMode):
-    """Whatever asks torch for fp32 by name gets float64."""
+    """Context in which code that asks torch for fp32 by name gets float64."""
 
     def __torch_function__(
         self,
@@ -125,7 +125,7 @@ def in_type_of(model: Any) -> AbstractContextManager[None]:  # noqa: ANN401 - pe
 
 
 class LogitDistances:
-    """Of logits in fp32 from those in float64: an engine's, and transformers' own of the same.
+    """Distances of fp32 logits from float64: an engine's, and transformers' own of the same.
 
     Attributes:
         ours, theirs: one of each token.
@@ -149,7 +149,7 @@ class LogitDistances:
 
     @property
     def equal(self) -> bool:
-        """Whether the engine's are as near to float64 as transformers' own."""
+        """True where the engine's are as near to float64 as transformers' own."""
         return no_farther(self.ours, self.theirs, torch.float32)
 
 

@@ -26,7 +26,7 @@ PROFILE: dict[str, Any] = {
 
 
 class SteppingEngine:
-    """Steps when it is told to, and takes as long as it is told. `slot`: of its pod."""
+    """Engine that steps on request, and takes as long as requested. `slot`: of its pod."""
 
     def __init__(
         self, folder: Path, settings: HarvestSettings | None = None, *, slot: int = 0

@@ -116,7 +116,7 @@ def adapter_of(job: TinyJob) -> dict[str, Tensor]:
 
 
 def bit_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
-    """Whether both hold the same tensors [...] under the same names."""
+    """Return whether both hold the same tensors [...] under the same names."""
     return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
@@ -168,4 +168,4 @@ class Elsewhere:
         return tensor.clone()
 
     def settle(self) -> None:
-        """Everything is done at once."""
+        """Do nothing: everything is done at once."""

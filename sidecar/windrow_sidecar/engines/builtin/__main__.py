@@ -15,7 +15,7 @@ from windrow_sidecar.engines.builtin.web.frontprocess import FrontProcess
 
 
 def main() -> int:
-    """Return 0 after an orderly end, 2 for what the caller has to mend, 1 otherwise."""
+    """Return 0 after an orderly end, 2 for an error that the caller has to fix, 1 otherwise."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     try:
         settings = EngineSettings.from_command_line(None, os.environ)

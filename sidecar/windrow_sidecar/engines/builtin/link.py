@@ -20,14 +20,14 @@ from windrow_sidecar.engines.builtin.web.messages import (
 
 @dataclass(frozen=True, slots=True)
 class RequestUpdate:
-    """What one message of the engine holds for one request."""
+    """Content of one engine message for one request."""
 
     tokens: list[int]
     end: Finished | None
 
 
 class EngineLink:
-    """Requests to the engine, and tokens back to whoever waits for them."""
+    """Link that carries requests to the engine, and tokens back to their readers."""
 
     def __init__(self, channel: SocketChannel, on_gone: asyncio.Event) -> None:
         self._channel, self._gone = channel, on_gone

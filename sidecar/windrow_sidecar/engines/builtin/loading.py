@@ -133,7 +133,7 @@ def load(
 def export_weights(
     arena: Arena, shared: SharedWeights, layout: Layout, run_dir: RunDir, fingerprint: str
 ) -> None:
-    """Let the worker map the sealed weights, and say where in them each parameter lies."""
+    """Let the worker map the sealed weights, and write where in them each parameter is."""
     arena.export(_EXPORTED_WEIGHTS, shared.fd, n_bytes=layout.n_bytes)
     write_manifest(run_dir.weights_manifest(), layout, fingerprint)
 

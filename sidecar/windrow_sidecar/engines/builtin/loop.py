@@ -1,6 +1,6 @@
 """The decode loop: continuous batching, one step after the other, and nothing else.
 
-Everything that a step costs, from admission to the hook's own accounting, lies between the two
+Everything that a step costs, from admission to the hook's own accounting, happens between the two
 times that its StepEvent carries.
 """
 
@@ -36,7 +36,7 @@ _STEPS_PER_COLLECTION = 4096
 
 @dataclass(frozen=True, slots=True)
 class LoopParts:
-    """What the loop drives."""
+    """Parts that the loop drives."""
 
     scheduler: Scheduler
     model: LlamaModel  # computes prompts
@@ -186,7 +186,7 @@ class DecodeLoop:
         self._channel.wait(IDLE_WAIT_S)
 
     def _tidy(self) -> None:
-        """What a step has no time for. A table that does not add up ends lending, not decode."""
+        """Do the work that steps have no time for. An inconsistent table ends lending only."""
         self._collected = True
         gc.collect()
         try:

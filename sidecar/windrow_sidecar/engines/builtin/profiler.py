@@ -1,8 +1,8 @@
 """Get a latency profile: what an engine of this kind has left, checked, or a new one.
 
-A profile lies in the run directory (a restarted engine finds its own), in a directory with those
-that other pods of the namespace have measured, or in the user's cache, where `windrow profile`
-leaves it. What an interrupted profile has measured is kept there and is not measured again.
+A profile is in the run directory (a restarted engine finds its own), in a directory with those that
+other pods of the namespace have measured, or in the user's cache, where `windrow profile` leaves
+it. What an interrupted profile has measured is kept there and is not measured again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _PRIOR_CONTEXT = 128
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What an engine can run."""
+    """Limits of what an engine can run."""
 
     max_batch: int
     max_tokens: int  # context tokens of a batch
@@ -66,7 +66,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class ProfileStore:
-    """Where profiles lie on this machine.
+    """Places on this machine that hold profiles.
 
     Attributes:
         run_dir: of this pod; None: the engine is in none.
@@ -80,7 +80,7 @@ class ProfileStore:
 
     @classmethod
     def of(cls, run_dir: RunDir | None) -> ProfileStore:
-        """That of this user and pod."""
+        """Return the store of this user and pod."""
         return cls(run_dir, profile_cache(os.environ), stored_profiles(os.environ))
 
     def candidates(self, key: str) -> Iterator[Path]:
@@ -92,7 +92,7 @@ class ProfileStore:
                 yield folder / profile_file(key)
 
     def unfinished(self, key: str, effort: str) -> UnfinishedProfile:
-        """What an interrupted profile of that key and effort has measured here."""
+        """Return what an interrupted profile of that key and effort has measured here."""
         kept = self.run_dir.profile() if self.run_dir else self.cache / profile_file(key)
         unfinished = UnfinishedProfile(kept.with_suffix(".part.jsonl"), key, effort)
         unfinished.read()
@@ -236,7 +236,7 @@ class LoadProcess:
         return tokens / seconds if seconds else 0.0
 
     def await_ready(self) -> None:
-        """Until it has computed its first tasklet."""
+        """Wait until it has computed its first tasklet."""
         self._answer()
 
     def _tell(self, units: int) -> None:

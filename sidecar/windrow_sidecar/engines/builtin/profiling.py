@@ -53,7 +53,7 @@ class _OnUnits(NullHook):
 
 
 class LoadBeside(Protocol):
-    """What computes on the worker's units while decode is measured beside it."""
+    """Load that computes on the worker's units while decode is measured beside it."""
 
     def run_on(self, units: int) -> None:
         """Begin, on so many units."""

@@ -22,7 +22,7 @@ _REPEATS = 9
 
 
 def step_size(config: LlamaConfig, dtype: torch.dtype) -> StepSize:
-    """Of a decode step of that model."""
+    """Return the size of a decode step of that model."""
     width = config.heads * config.head_dim
     layer = 2 * config.hidden * (width + config.kv_width) + 3 * config.hidden * config.intermediate
     parameters = config.layers * layer + config.hidden * config.vocab
@@ -37,7 +37,7 @@ def step_size(config: LlamaConfig, dtype: torch.dtype) -> StepSize:
 def measure_rates(
     partition: Partition, shares: Iterable[int], size: StepSize, device: str, dtype: torch.dtype
 ) -> dict[int, Rates]:
-    """Of each number of units; leaves the partition on the last."""
+    """Return the rates of each number of units; leaves the partition on the last."""
     one = _SIDE * _SIDE * dtype.itemsize
     count = max(1, min(size.weight_bytes, _MOST_BYTES) // one)
     weights = [torch.randn(_SIDE, _SIDE, device=device).to(dtype) for _ in range(count)]

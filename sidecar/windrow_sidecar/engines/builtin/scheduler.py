@@ -68,7 +68,7 @@ class Scheduler:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """True where there is nothing to do."""
         return not (self.running or self.prefilling or self.waiting)
 
     def submit(self, submit: Submit) -> None:

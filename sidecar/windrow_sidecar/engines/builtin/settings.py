@@ -33,7 +33,7 @@ _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What main() has found out; everything else flows from it."""
+    """Settings that main() has resolved; everything else takes them from here."""
 
     model_path: Path
     served_name: str

@@ -1,4 +1,4 @@
-"""What a latency profile has measured so far, kept until it is whole: nothing is measured twice."""
+"""Measurements of an unfinished latency profile, kept so that nothing is measured twice."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class NoGuard(Guard):
         super().__init__(settings)
 
     def may_run(self, now_ns: int) -> bool:
-        """Always."""
+        """Return True always."""
         del now_ns
         return True
 

@@ -5,7 +5,7 @@ So policies, predictor, guard and handover are read and changed in Python, and t
 `csrc/src/policies.cpp` and `csrc/src/decision.cpp` run before a step, with the figures that Python
 gives them. A test holds both equal, bit for bit, over a million random views
 (`tests/contract/test_compiled_decision.py`). What is learned after a step is learned in Python, and
-the compiled side is told what has changed.
+the compiled side receives what has changed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CompiledController(Controller):
     def decide(
         self, view: View, offer: Offer, now_ns: int, *, present: bool, chunks: int = 0
     ) -> Grant:
-        """What both sides do from now on; as `Controller.decide`."""
+        """Return what both sides do from now on; as `Controller.decide`."""
         return self._decider.decide(view, offer, now_ns, present, chunks)
 
     def set_terms(self, terms: HarvestTerms | None) -> None:
@@ -106,28 +106,28 @@ class CompiledController(Controller):
         return Decided(now_ns, view, offer, grant, of.margin, of.alone_us, of.why, of.extrapolated)
 
     def headroom_units(self, view: View) -> float:
-        """What a worker that always has work would get; callable from any thread."""
+        """Return what a worker that always has work would get; callable from any thread."""
         self._current = self._decider.current
         return super().headroom_units(view)
 
     @property
     def why_paused(self) -> str:
-        """In a few words, while the worker is paused; "" while it may run."""
+        """Reason, in a few words, while the worker is paused; "" while it may run."""
         return self._decider.why
 
     @property
     def would_units(self) -> float:
-        """What the policy gives the worker, on average over the step; in `observe`, would give."""
+        """Units that the policy gives the worker, averaged over the step (`observe`: would)."""
         return self._decider.would_units
 
     @property
     def during(self) -> DuringStep:
-        """What the step that was decided last runs under."""
+        """Conditions under which the step that was decided last runs."""
         return DuringStep._make(self._decider.during())
 
     @property
     def is_settled(self) -> bool:
-        """Whether the last decision is in force as it was wished: no units are changing hands."""
+        """True where the last decision is in force as wished: no units are changing hands."""
         return self._decider.settled
 
     def _tell_predictor(self, predictor: Predictor) -> None:

@@ -1,9 +1,9 @@
 """Keep the last decisions with their inputs, prediction and outcome, in a ring that outlives us.
 
-The ring is a file of fixed size, mapped into memory: whoever wants to know why the worker did not
-run reads it while decode serves, or after it has died (`windrow explain`). Decode's thread only
-appends to a list; another thread packs what is there once a second. `windrow.decisions` has the
-format and reads it.
+The ring is a file of fixed size, mapped into memory: it can be read while decode serves, or after
+it has died, to see why the worker did not run (`windrow explain`). Decode's thread only appends to
+a list; another thread packs what is there once a second. `windrow.decisions` has the format and
+reads it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BEFORE_A_BREACH = 200
 
 
 class Outcome(NamedTuple):
-    """What the steps under the decision before it took."""
+    """Result of the steps under the decision before it."""
 
     steps: int
     over: int

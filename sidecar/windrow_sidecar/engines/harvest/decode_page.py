@@ -85,7 +85,7 @@ class OfferReader:
 
     Attributes:
         live_epoch: the job epoch of the only worker that lives; 0: none does; None: nobody has
-            said. Another thread may set it; it is heeded at the next decision.
+            said. Another thread may set it; it takes effect at the next decision.
         present: whether the last offer came from a worker that lives.
         tokens_done: by the newest offer of such a worker.
     """
@@ -146,6 +146,6 @@ class GrantWriter:
         return new.action != old.action
 
     def pause(self) -> None:
-        """Publish a pause that every worker has to heed."""
+        """Publish a pause for every worker."""
         self.newest = Grant(pause_epoch=self.newest.pause_epoch + 1)
         self._page.publish_grant(self.newest)

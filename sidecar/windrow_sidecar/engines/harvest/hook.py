@@ -38,9 +38,9 @@ class HarvestHook:
     """Implements `engines.hook.StepHook` over a real arena and page.
 
     Without a policy it grants nothing and lends nothing. `set_terms`, `throttled` and
-    `worker_lives` may be called from another thread; they take effect at the next step. The page
-    lies with `ViewWriter`, `OfferReader` and `GrantWriter`, chunks with `LendingManager`, the
-    decision with `Controller`: here they are called in their order.
+    `worker_lives` may be called from another thread; they take effect at the next step.
+    `ViewWriter`, `OfferReader` and `GrantWriter` own the page, `LendingManager` the chunks,
+    `Controller` the decision: here they are called in their order.
 
     Args:
         arena: made by this process.
@@ -93,7 +93,7 @@ class HarvestHook:
 
     @property
     def cost_us(self) -> float:
-        """What `before_step` took of the current step."""
+        """Time that `before_step` took of the current step."""
         return self._cost_ns / 1e3
 
     @property
@@ -104,12 +104,12 @@ class HarvestHook:
 
     @property
     def is_awake(self) -> bool:
-        """Whether there is anything to decide: a policy, or chunks that a worker still holds."""
+        """True where there is something to decide: a policy, or chunks that a worker holds."""
         return bool(self._new_terms) or self.controller.terms is not None or self._lending.holds_out
 
     @property
     def chunks_lacking(self) -> int:
-        """How many chunks more would have to be FREE for what the worker wants and may have."""
+        """Chunks that would have to become FREE for what the worker wants and may have."""
         return self._lending.lacking
 
     @property
@@ -255,7 +255,7 @@ class HarvestHook:
             self._decisions.drain()
 
     def snapshot(self) -> StepStatistics:
-        """For the report of the agent's link; called by its thread, once a second."""
+        """Return the statistics for the agent's link; called by its thread, once a second."""
         if self._decisions:
             self._decisions.drain()
         latencies_us, costs_ns = self._stats.take()
@@ -281,11 +281,11 @@ class HarvestHook:
 
     @property
     def lending_counts(self) -> LendingCounts:
-        """How many chunks moved, and how soon they came back."""
+        """Counts of chunks that moved, and how soon they came back."""
         return self._lending.moved
 
     def predicted_tokens_per_second(self, snapshot: StepStatistics) -> float:
-        """What a worker would get here now; called once a second, with each new snapshot."""
+        """Return what a worker would get here now; called once a second, with each new snapshot."""
         would = self.controller.headroom_units(snapshot.view)
         return self._rate.update(snapshot.unit_seconds, snapshot.tokens_done, would)
 

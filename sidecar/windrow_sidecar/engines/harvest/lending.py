@@ -44,7 +44,7 @@ class LendingManager:
 
     @property
     def holds_out(self) -> bool:
-        """Whether a worker may still hold chunks."""
+        """True while a worker may still hold chunks."""
         return self._owner != 0
 
     def admit(self, now_ns: int, tokens: int) -> None:

@@ -52,7 +52,7 @@ class Throttling:
 
     @property
     def total(self) -> Throttled:
-        """Since this began to watch."""
+        """Total since this began to watch."""
         first, newest = self._first, self._newest
         return Throttled(newest.periods - first.periods, newest.seconds - first.seconds)
 

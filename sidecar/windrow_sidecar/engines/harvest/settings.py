@@ -22,7 +22,7 @@ class HarvestSettings:
         admission_window_ns: over which arriving context tokens are summed for the reserve.
         worker_stale_ns: a worker whose heart has not beaten for so long counts as gone.
         regrant_ns: a grant that does not change is published again after so long.
-        steady_ns: how long a decision stands while batch, admissions, policy and guard say nothing
+        steady_ns: how long a decision holds while batch, admissions, policy and guard say nothing
             new. What it may miss meanwhile is a worker that starves, wants chunks or falls silent.
         lending_every_ns: how often lending is planned while nothing presses.
         run_dir: where the decisions are kept for `windrow explain`; None: nowhere.

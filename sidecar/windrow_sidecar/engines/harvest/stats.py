@@ -30,7 +30,7 @@ class BucketCounts:
         self.sum = 0.0
 
     def add(self, value: float) -> None:
-        """Count a value; one that equals a bound lies below it."""
+        """Count a value; one that equals a bound counts as below it."""
         self.counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
@@ -110,7 +110,7 @@ class GrantedUnits:
         self._unit_ns = 0.0
 
     def set(self, now_ns: int, units: float) -> None:
-        """From now on the worker has so many units."""
+        """Note that the worker has so many units from now on."""
         self._unit_ns += self._units * (now_ns - self._since_ns)
         self._units, self._since_ns = units, now_ns
 

@@ -1,7 +1,7 @@
 """Track which chunks of the arena SGLang's page allocator holds, and their pages.
 
-Page `p` lies in chunk `p // pages_per_chunk`. SGLang writes padding to page 0 and never allocates
-it, so chunk 0 is never given away. Knows neither SGLang nor a tensor.
+Page `p` is in chunk `p // pages_per_chunk`. SGLang writes padding to page 0 and never allocates it,
+so chunk 0 is never given away. Knows neither SGLang nor a tensor.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ChunkHoldings:
         return [chunk for chunk, held in enumerate(self._held) if held]
 
     def was_lent(self, chunk: int) -> bool:
-        """Whether a worker has had the chunk since the last time that this was asked."""
+        """Return whether a worker has had the chunk since the last call for it."""
         found = chunk in self._used_by_worker
         self._used_by_worker.discard(chunk)
         return found

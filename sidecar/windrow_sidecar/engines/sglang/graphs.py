@@ -35,7 +35,7 @@ class GraphShares:
     """Decode's shares of a GPU as sets of CUDA graphs (see `compute.partition.Partition`).
 
     Args:
-        driver: "cuda:N", or a driver that stands in for one.
+        driver: "cuda:N", or a fake driver.
         as_stream: makes torch's stream of a CUstream.
 
     Attributes:

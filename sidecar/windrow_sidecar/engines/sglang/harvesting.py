@@ -38,7 +38,7 @@ IDLE_POLL_MS = 20
 
 @dataclass(frozen=True, slots=True)
 class HarvestParts:
-    """What the scheduler's steps are harvested with."""
+    """Objects that a scheduler's steps are harvested with."""
 
     inner: HarvestHook
     hook: FailClosed
@@ -55,7 +55,7 @@ class HarvestParts:
 
 @dataclass(frozen=True, slots=True)
 class _Delivered:
-    """When a request's first step here delivered its token, and how many it had then.
+    """Time and token count of a request's first delivered token here.
 
     0 until it has.
     """
@@ -97,12 +97,12 @@ class SchedulerHarvest:
 
     @property
     def is_awake(self) -> bool:
-        """Whether anybody harvests or still holds chunks."""
+        """True while a policy harvests or a worker still holds chunks."""
         return self._parts.inner.is_awake or self._parts.allocator.chunks.lent_pages > 0
 
     @property
     def holds_admission(self) -> bool:
-        """Whether the policy wants new requests to wait a moment longer."""
+        """True where the policy wants new requests to wait a moment longer."""
         return self._hold_until_ns > self._clock()
 
     def before_batch(self, scheduler: Any, batch: Any) -> None:  # noqa: ANN401
@@ -159,7 +159,7 @@ class SchedulerHarvest:
                 self._free_again_ns = now_ns + _NONE_EMPTY_NS
 
     def idle(self) -> None:
-        """Nothing runs."""
+        """Note that nothing runs."""
         now_ns = self._clock()
         self._end_step(self._processed_ns or now_ns)
         if now_ns - self._idle_ns < _IDLE_EVERY_NS:
@@ -172,7 +172,7 @@ class SchedulerHarvest:
         self._parts.allocator.chunks.refresh()
 
     def give_up(self, error: Exception) -> None:
-        """Something of ours has failed: revoke everything, and decode on all units."""
+        """Revoke everything after an error of ours, and decode on all units."""
         self._step, self._learner = None, None
         self._hold_until_ns = 0
         self._parts.hook.give_up(error)
@@ -220,7 +220,7 @@ class SchedulerHarvest:
     def _begun(self, requests: Iterable[Any]) -> Iterator[tuple[int, int]]:
         """Yield when the first token of each request was delivered, and how many have been since.
 
-        With overlap scheduling the step that runs is not delivered: slack is told too small by it.
+        Yield running requests. With overlap scheduling the running step counts as not delivered.
         """
         for request in requests:
             first = self._first[request.rid]
@@ -317,7 +317,7 @@ class SchedulerHarvest:
         self._parts.keep_profile(profile)
 
     def leave(self) -> None:
-        """Nobody harvests: decode has the whole device."""
+        """Give decode the whole device; nobody harvests."""
         if self._confined:
             self._confined = False
             with suppress(InvariantBroken):
@@ -349,7 +349,10 @@ def _aborted(reason: Any) -> bool:  # noqa: ANN401
 
 
 def _arrived_ns(request: Any) -> int:  # noqa: ANN401
-    """When a request came to the scheduler; 0 where SGLang does not say. It counts in seconds."""
+    """Return when a request came to the scheduler; 0 where SGLang does not say.
+
+    It counts in seconds.
+    """
     times = getattr(request, "time_stats", None)
     seconds = getattr(times, "decode_prealloc_queue_entry_time", 0.0)
     return int((seconds or getattr(times, "wait_queue_entry_time", 0.0)) * 1e9)

@@ -53,7 +53,7 @@ class SoloLearner:
 
     @property
     def complete(self) -> bool:
-        """Whether every share has been seen often enough."""
+        """True where every share has been seen often enough."""
         return all(n >= _STEPS_NEEDED for n in self._steps.values())
 
     def add(self, units: int, batch: int, context_tokens: int, latency_us: int) -> None:
@@ -68,7 +68,7 @@ class SoloLearner:
             self.units = self._next_share(batch, context_tokens // _CONTEXT_BUCKET)
 
     def _next_share(self, batch: int, context_bucket: int) -> int:
-        """Where the next steps should run, after some with that batch and context."""
+        """Return the share for the next steps, after some with that batch and context."""
         if not self.complete:
             return min(self._shares, key=lambda share: self._steps[share])
         if self._blocks % _ONE_BLOCK_IN:

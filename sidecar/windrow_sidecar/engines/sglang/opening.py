@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A scheduler, and what of it lies where a worker can reach it."""
+    """Scheduler, and the parts of it in memory that a worker can reach."""
 
     scheduler: Any
     args: Any  # SGLang's ServerArgs
@@ -170,7 +170,7 @@ def _probe(scheduler: Any, allocator: Any) -> None:  # noqa: ANN401
 
 
 def _ground(driver: str, shares: GraphShares | None) -> _Ground:
-    """How decode shares its device. Raises UserError where it cannot."""
+    """Return how decode shares its device. Raises UserError where it cannot."""
     if driver == "host":
         most = torch.get_num_threads()  # what whoever started the server has chosen
         host = HostPartition.from_affinity(

@@ -198,11 +198,11 @@ class Plugin:
             original(pool)
 
     def paged_allocator(self, result: Any, *_: Any) -> Any:  # noqa: ANN401
-        """Which allocator serves the pool."""
+        """Return the allocator that serves the pool."""
         return self.allocator_class if result is None else None
 
     def graph_runner(self, result: Any, *_: Any) -> Any:  # noqa: ANN401
-        """What captures and replays decode's graphs; None leaves it to SGLang."""
+        """Return what captures and replays decode's graphs; None leaves it to SGLang."""
         if self.off or not self.is_confined or result is not None or self.arena is None:
             return None
         from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
@@ -219,7 +219,7 @@ class Plugin:
     # What SGLang calls while it serves:
 
     def run_batch(self, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
-        """Before each batch."""
+        """Decide before each batch."""
         if self.harvest is not None and not self.off:
             self._guarded_step(self.harvest.before_batch, scheduler, batch)
 
@@ -230,17 +230,17 @@ class Plugin:
         batch: Any,  # noqa: ANN401
         *_: Any,  # noqa: ANN401
     ) -> None:
-        """After each batch."""
+        """Account after each batch."""
         if self.harvest is not None and not self.off:
             self._guarded_step(self.harvest.after_batch, batch)
 
     def on_idle(self, _scheduler: Any) -> None:  # noqa: ANN401
-        """Nothing runs."""
+        """Note that nothing runs."""
         if self.harvest is not None and not self.off:
             self._guarded_step(self.harvest.idle)
 
     def process_decode_queue(self, original: Callable[..., None], scheduler: Any) -> None:  # noqa: ANN401
-        """Before a decode instance admits requests: the safe point."""
+        """Lend and take back at the safe point: before a decode instance admits requests."""
         if self.harvest is not None:
             self._guarded_step(self.harvest.between_batches, scheduler)
             if self.harvest.holds_admission:
@@ -248,7 +248,7 @@ class Plugin:
         original(scheduler)
 
     def get_next_batch(self, scheduler: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
-        """Before an instance that also prefills admits requests: the safe point."""
+        """Lend and take back before an instance that also prefills admits: the safe point."""
         if self.harvest is not None:
             self._guarded_step(self.harvest.between_batches, scheduler)
 
@@ -296,7 +296,7 @@ class Plugin:
     # Starting and stopping:
 
     def _start(self) -> None:
-        """The scheduler is made: harvest it, if its KV lies in the arena. Raises UserError."""
+        """Harvest the scheduler that was just made, if its KV is in the arena. Raises UserError."""
         from windrow.errors import UserError
 
         allocator = self.scheduler.token_to_kv_pool_allocator

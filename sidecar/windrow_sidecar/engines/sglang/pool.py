@@ -145,6 +145,6 @@ def _rows(
     *,
     value: bool,
 ) -> torch.Tensor:
-    """What a layer keeps where K lies, or V: [slots of the pool, heads, dim]."""
+    """Return K's or V's rows of a layer: [slots of the pool, heads, dim]."""
     by_chunk = kv_tensor(arena, layer, pool.store_dtype, value=value)
     return by_chunk.view(-1, heads, dim)[: pool.size + pool.page_size]

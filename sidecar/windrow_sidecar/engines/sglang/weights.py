@@ -3,8 +3,8 @@
 SGLang fuses q, k and v, and gate and up, by rows, and pads the vocabulary; so every tensor of the
 checkpoint is still a run of rows of one parameter. Which one is found by name and shape, and proved
 by value: what differs from the checkpoint in a first, middle or last row is not shared at all.
-Vectors are compared whole, and one that differs lies beside the others as the checkpoint has it:
-SGLang adds one to Gemma's norms when it loads them.
+Vectors are compared whole, and one that differs is stored beside the others as the checkpoint has
+it: SGLang adds one to Gemma's norms when it loads them.
 
 Codes and their scales are found in the same way: SGLang keeps fp8 with a scale for each block as
 the checkpoint has it, and gives each row a scale where the checkpoint has one for a tensor. What it
@@ -69,7 +69,7 @@ class SharedModel:
     coded: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def write_manifest(self, path: Path, fingerprint: str) -> None:
-        """Tell the worker where each tensor lies; a reader sees nothing or all of it."""
+        """Write for the worker where each tensor is; a reader sees nothing or all of it."""
         draft = path.with_suffix(".tmp")
         draft.write_text(
             json.dumps({"fingerprint": fingerprint, "tensors": self.tensors, "coded": self.coded})
@@ -221,7 +221,7 @@ def _stack(
 def _find(
     folder: Path, parameters: Mapping[str, tuple[int, ...]], stored_as: WeightFormat
 ) -> dict[str, FusedRows]:
-    """Where each tensor of the checkpoint must lie; `parameters`: their shapes as rows."""
+    """Return the place of each tensor of the checkpoint; `parameters`: their shapes as rows."""
     shapes = {
         name: tuple(file.get_slice(name).get_shape())
         for file, name in _checkpoint(folder)
@@ -241,7 +241,7 @@ def _place(
     parameters: Mapping[str, tuple[int, ...]],
     rows_of: Mapping[str, int],
 ) -> FusedRows:
-    """Where a tensor lies; `rows_of`: of the weight that a scale belongs to."""
+    """Return the place of a tensor; `rows_of`: of the weight that a scale belongs to."""
     shape = shapes[name]
     one_for_all = name in rows_of and torch.Size(shape).numel() == 1
     of_rows = {**shapes, **{n: (rows,) for n, rows in rows_of.items()}} if one_for_all else shapes
@@ -263,7 +263,7 @@ def _place(
 
 
 def _expert_place(match: re.Match[str], shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, int]:
-    """Where a tensor of an expert lies, as a row of all experts below each other."""
+    """Return the place of an expert's tensor, as a row of all experts below each other."""
     part, number, last = match["part"], int(match["number"]), match["last"]
     kind = _HELD.get(part, "w2")
     first_half = {"up_proj": "gate_proj", "w3": "w1"}.get(part)

@@ -1,1 +1,1 @@
-"""What is trained: the adapter, by peft."""
+"""Adapters that are trained, by peft."""

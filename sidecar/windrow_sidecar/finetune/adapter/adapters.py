@@ -151,7 +151,7 @@ class Adapter:
         self.model.train(training)
 
     def learning(self, layer: nn.Module) -> list[nn.Parameter]:
-        """What learns in a layer; to be asked while the adapter is on."""
+        """Return the parameters that learn in a layer; call it while the adapter is on."""
         known = self._learning.get(layer)
         if known is None:
             # Walking a layer's modules takes 55 us, 1% of the backward of a small one.
@@ -160,7 +160,7 @@ class Adapter:
         return known
 
     def prefix(self, rows: int, *, learn: bool) -> Prefix | None:
-        """What stands before the first token of each of `rows` rows; None: nothing does."""
+        """Return what precedes the first token of each of `rows` rows; None: nothing does."""
         if not self._enabled or not self.model.active_peft_config.is_prompt_learning:
             return None
         with torch.set_grad_enabled(learn):
@@ -241,7 +241,7 @@ def check_reach(tuned: Any, stack: DecoderStack) -> None:  # noqa: ANN401 - peft
     """Refuse an adapter with parameters that receive no gradient, or a prefix that is ignored.
 
     Raises:
-        UserError: it lies ahead of the first layer, where a step's backward does not come; or it
+        UserError: it is ahead of the first layer, where a step's backward does not reach; or it
             is a prefix of a model whose attention cannot be given one.
     """
     if tuned.active_peft_config.is_prompt_learning:

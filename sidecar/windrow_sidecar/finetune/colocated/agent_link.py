@@ -49,8 +49,8 @@ class JobAgentLink:
         hello: sent first, on every connection.
         progress: asked once a second.
         log_file: flushed once a second by the same thread.
-        take: is told of a further job that this worker shall run, on the stream's thread.
-        orphaned: is told once, on a thread of its own, that the agent has fallen silent.
+        take: called with a further job that this worker shall run, on the stream's thread.
+        orphaned: called once, on a thread of its own, when the agent has fallen silent.
         clock: monotonic seconds.
     """
 
@@ -236,5 +236,5 @@ def _progress_message(now: JobProgress) -> agent_pb2.WorkerProgress:
 
 
 def _told(figure: float | None) -> float:
-    """Return what no step has told yet as NaN: 0 would be a figure."""
+    """Return what no step has reported yet as NaN: 0 would be a figure."""
     return math.nan if figure is None else figure

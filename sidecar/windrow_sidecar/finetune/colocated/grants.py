@@ -39,7 +39,7 @@ DEFAULT_BOUND_US = 5_000
 
 @dataclass(frozen=True, slots=True)
 class OfferFacts:
-    """What the worker tells with each offer besides the tasklet."""
+    """Facts that the worker adds to each offer besides the tasklet."""
 
     job_epoch: int
     wanted_chunks: int = 0
@@ -67,7 +67,7 @@ def memory_delta_bytes(tasklet: Tasklet, bytes_per_token: int, of_windows: int =
 
 @dataclass(slots=True)
 class Used:
-    """How much of the current grant is used; tasklets in flight count by their estimates."""
+    """Used part of the current grant; tasklets in flight count by their estimates."""
 
     tasklets: int = 0
     us: float = 0.0
@@ -196,7 +196,7 @@ class GrantGate:
         return self._active
 
     def decode_gone(self) -> bool:
-        """Whether decode has been silent for long and its process is gone."""
+        """Return whether decode has been silent for long and its process is gone."""
         silent_ns = self._page.heartbeat_age_ns(_DECODE)
         return silent_ns > ASK_AFTER_SILENCE_NS and not self._decode_lives()
 
@@ -220,7 +220,7 @@ class GrantGate:
         return claimed
 
     def revoked(self) -> bool:
-        """Whether the tasklet that runs may not go on as it does; False where none runs.
+        """Return whether the running tasklet may not go on as it does; False where none runs.
 
         Its grant is not replaced: of what a new one allows it takes the units, where those are more
         and the device can change them under it; the rest begins with the next launch.
@@ -244,7 +244,7 @@ class GrantGate:
         return False
 
     def _grow(self, tasklet: Tasklet, granted: int) -> None:
-        """In the middle of a tasklet, take more units where they are of use.
+        """Take more units in the middle of a tasklet, where they are of use.
 
         Decode that idles may be at work again before the next launch.
         """
@@ -259,7 +259,7 @@ class GrantGate:
         self._point_ns = now_ns
 
     def _time_is_over(self) -> bool:
-        """Whether the gap has ended, or the microseconds of the grant are used."""
+        """Return whether the gap has ended, or the microseconds of the grant are used."""
         gap_until_ns = self._glance.gap_until_ns
         if not (gap_until_ns or self._ends_ns):
             return False
@@ -281,7 +281,7 @@ class GrantGate:
         return self._clock() + round(left_us * 1000)
 
     def hold(self, give_up: Callable[[], bool]) -> bool:
-        """In the middle of a tasklet, say that nothing runs and wait until it may go on.
+        """Say in the middle of a tasklet that nothing runs, and wait until it may go on.
 
         Returns:
             False: it has waited for `PATIENCE_NS`, decode is gone, or `give_up` says so.
@@ -301,7 +301,7 @@ class GrantGate:
         return True
 
     def _may_go_on(self, grant: Grant) -> bool:
-        """Whether what runs may run on: what it has used counts where its part was cut by that."""
+        """Return whether what runs may run on: its used part counts where that cut it short."""
         return self._seq != self._spent_seq and self._allows(grant, Used(), 0)
 
     def _rejoin(self, tasklet: Tasklet) -> bool:
@@ -339,7 +339,7 @@ class GrantGate:
         return True
 
     def _wait_us(self, tasklet: Tasklet, units: int) -> int:
-        """How long decode would wait for it: where calls only queue it, for its kernels."""
+        """Return how long decode would wait for it: where calls only queue it, for its kernels."""
         if self._in_parts:
             return self._estimates.estimate_us(tasklet, units)
         return self._estimates.wait_us(tasklet, units)
@@ -456,17 +456,17 @@ class GrantGate:
 
 
 class GrantPace:
-    """Whether the worker may compute at all, for work beside its tasklets (reading rows).
+    """Permission for the worker's work beside its tasklets (reading rows).
 
-    On its core such work takes as much from decode as a tasklet does, so it stands still when no
-    tasklet may run. Reads the page only, so any thread may ask.
+    On its core such work takes as much from decode as a tasklet does, so it stops when no tasklet
+    may run. Reads the page only, so any thread may ask.
     """
 
     def __init__(self, page: Page) -> None:
         self._page, self._seq = page, -1
 
     def granted(self) -> bool:
-        """Whether the newest grant is of any compute, and decode is there."""
+        """Return whether the newest grant is of any compute, and decode is there."""
         self._seq = self._page.grant_seq
         grant = Grant._make(self._page.read_grant())
         silent_ns = self._page.heartbeat_age_ns(_DECODE)

@@ -33,7 +33,7 @@ from windrow_sidecar.qos.view import Phase
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the jobs of one worker share.
+    """State that the jobs of one worker share.
 
     Attributes:
         gate: decode's grants.
@@ -105,7 +105,7 @@ class JobContext:
 
     @property
     def has_turn(self) -> bool:
-        """Whether the slot's memory is this job's; one that has it alone always has it."""
+        """True where the slot's memory is this job's; one that has it alone always has it."""
         return self._shared.ground.memory is not None or self._boundaries.is_tenant
 
     @property
@@ -126,7 +126,7 @@ class JobContext:
         )
 
     def _limits(self) -> MicroLimits:
-        """As many rows as keep a layer's backward within the bound and lie in what is lent."""
+        """Return as many rows as keep a layer's backward within the bound and fit what is lent."""
         tokens = self._sizing().tokens(Phase.BACKWARD)
         of_each = self.session.micro_batch_tokens(tokens)
         most = self.session.job.spec.training.batch_size
@@ -140,7 +140,7 @@ class JobContext:
         return MicroLimits(min(tokens, self._room.capacity_tokens(together)), together)
 
     def _sizing(self) -> Paced:
-        """What the newest grant leaves time for."""
+        """Return the sizes for the time that the newest grant leaves."""
         grant = self._shared.gate.latest()
         bound_us = grant.in_flight_bound_us or DEFAULT_BOUND_US
         queues = self._shared.ground.device.queues
@@ -155,5 +155,5 @@ class JobContext:
         )
 
     def _give_up(self) -> bool:
-        """Whether a layer that is held up in its middle had better be given up."""
+        """Return whether a layer that is held up in its middle should be given up."""
         return bool(self.job_state.stop_asked) or self.memory.asked_back()

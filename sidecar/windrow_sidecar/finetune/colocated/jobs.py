@@ -75,7 +75,7 @@ class WorkerJobs:
         open_slot: attaches to decode, under the first job's epoch.
         event_log: makes the event log of a job.
         readers: have the rows of further jobs read; closed at the end.
-        turn: says whose turn it is, to whoever finds the process dead.
+        turn: records whose turn it is, for the reader who finds the process dead.
         job_state: makes that of a job.
     """
 
@@ -184,7 +184,7 @@ class WorkerJobs:
             self._over(pending, verdict[1])
 
     def _take_first(self, order: JobOrder) -> JobHandle | None:
-        """Load the model and a job; None: that failed, as its stream has told."""
+        """Load the model and a job; None: that failed, as its stream has reported."""
         pending = self._meet(order)
 
         def load() -> JobHandle:
@@ -200,7 +200,7 @@ class WorkerJobs:
         return self._try_to(load, pending)
 
     def _join(self, pending: PendingJob, loading: Loading) -> JobHandle | None:
-        """Attach a job that was made ready; None: that failed, as its stream has told."""
+        """Attach a job that was made ready; None: that failed, as its stream has reported."""
 
         def attach() -> JobHandle:
             assert self._slot is not None
@@ -309,7 +309,7 @@ class WorkerJobs:
         self._over(pending, ending)
 
     def _over(self, pending: PendingJob, ending: Ending) -> None:
-        """Let go of a job; its stream ends by itself once its last word was taken."""
+        """Release a job; its stream ends once its last message was taken."""
         self._open.remove(pending)
         network_guard.forget(pending)
         self._endings.append(ending)

@@ -81,7 +81,7 @@ class Loading:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is a result, an error, or a verdict."""
+        """True where there is a result, an error, or a verdict."""
         return self.verdict is not None or self._found is not None
 
     def result(self) -> LoadedJob:

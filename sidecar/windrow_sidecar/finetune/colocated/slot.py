@@ -84,7 +84,7 @@ class WorkerSlot:
 
     @property
     def has_base(self) -> bool:
-        """Whether the model is loaded, so that further jobs can join."""
+        """True where the model is loaded, so that further jobs can join."""
         return self._base is not None
 
     def take(self, job: JobSpec, job_state: JobState) -> JobContext:
@@ -104,7 +104,7 @@ class WorkerSlot:
             self._wanted_for_loading = 0
 
     def rows_for(self, job: JobSpec) -> RowsWanted:
-        """What to read of a further job, before it can join; any thread may ask.
+        """Return what to read of a further job, before it can join; any thread may ask.
 
         Raises:
             Transient: the job cannot share this worker.
@@ -132,7 +132,7 @@ class WorkerSlot:
             self._offers = True
 
     def idle(self) -> bool:
-        """With nobody to train, wait a moment; False: decode is gone."""
+        """Wait a moment when no job trains; False: decode is gone."""
         self.gate.quiet(None)
         self.gate.wait()
         return not self.gate.decode_gone()
@@ -155,7 +155,7 @@ class WorkerSlot:
         self._ground.device.wait_idle()
 
     def idle_within(self, seconds: float) -> bool:
-        """Whether nothing runs on the device after so long at most; any thread may ask."""
+        """Return whether nothing runs on the device after so long at most; any thread may ask."""
         asking = threading.Thread(
             target=self._ground.device.wait_idle, name="wait-idle", daemon=True
         )
@@ -186,7 +186,7 @@ class WorkerSlot:
             )
 
     def _is_alone(self, job: JobSpec) -> bool:
-        """Whether no other job can share the base of this one, or the memory."""
+        """Return whether no other job can share this one's base, or the memory."""
         return self._ground.memory is not None or job.spec.model.quantization != "none"
 
     def _load_base(self, job: JobSpec) -> BaseModel:

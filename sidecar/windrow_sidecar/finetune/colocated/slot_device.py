@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class HasUnits(Protocol):
-    """What says how many units the next tasklet uses (see `grants.GrantGate`)."""
+    """Source of the number of units that the next tasklet uses (see `grants.GrantGate`)."""
 
     @property
     def active_units(self) -> int:

@@ -29,7 +29,7 @@ _LIBRARIES = (
 
 @dataclass(frozen=True, slots=True)
 class JobOrder:
-    """The job to run and its fencing token; its job.json lies in its job directory."""
+    """The job to run and its fencing token; its job.json is in its job directory."""
 
     job_uid: str
     epoch: int

@@ -209,7 +209,7 @@ class ConfinedFileSystem(LocalFileSystem):  # type: ignore[misc] # fsspec has no
         return {"name": name, "size": about.st_size, "type": kind, "mtime": about.st_mtime}
 
     def ls(self, path: str, detail: bool = False, **_: Any) -> list[Any]:  # noqa: ANN401
-        """Return what stands in a directory."""
+        """Return the entries of a directory."""
         name = self._strip_protocol(path)
         about = self.info(name)
         found = [about]

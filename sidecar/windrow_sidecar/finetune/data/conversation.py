@@ -1,4 +1,4 @@
-"""What a conversation is as text, and which of it the assistant says."""
+"""Text of a conversation, and the parts of it that the assistant says."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Conversations:
 
         Raises:
             UserError: the tokenizer has no chat template (`field` is then one of the spec), the
-                template refuses the turns, or no answer can be told from its prompt.
+                template refuses the turns, or no answer can be separated from its prompt.
         """
         if not self._tokenizer.chat_template:
             raise UserError(
@@ -101,7 +101,7 @@ class Conversations:
                 self.unread[name] += 1
 
     def _is_written(self, row: DatasetRow, name: str) -> bool:
-        """Whether the template names a field of a row, or writes another text without it."""
+        """Return whether the template names a row's field, or writes another text without it."""
         without = _without(row, name)
         return name in self._template(row) or (
             self._text(row, row.turns) != self._text(without, without.turns)
@@ -131,7 +131,7 @@ class Conversations:
         return Rendered(_sized(text, row), learnt, special=False, touched=True)
 
     def _told_apart(self, row: DatasetRow, turns: tuple[Fields, ...]) -> Rendered:
-        """Learn each answer that stands in the conversation as the model would be asked for it."""
+        """Learn each answer in the form in which the model would be asked for it."""
         whole = self._text(row, turns)
         learnt: list[tuple[int, int]] = []
         why = ""

@@ -1,4 +1,4 @@
-"""Which tokens a text is, and which of them stand for the part that is learnt.
+"""Tokens of a text, and which of them belong to the part that is learnt.
 
 A text is given to the tokenizer whole, once: pieces that are encoded apart are other tokens. A
 SentencePiece vocabulary puts a blank before each piece, and no merge reaches over their border.
@@ -23,8 +23,8 @@ class Rendered:
 
     `special`: the tokenizer puts its own tokens (BOS) around it, as around any text; a template has
     written them itself.
-    `touched`: a token over the first border of a part is learnt as well. Else it belongs to what
-    stands before: whoever sends that text and gets a token has already sent its first half.
+    `touched`: a token over the first border of a part is learnt as well. Else it belongs to the
+    part before: a client that sends that text and gets a token has already sent its first half.
     """
 
     text: str
@@ -99,7 +99,7 @@ def _by_counting(
     ids: list[int],
     rendered: Rendered,
 ) -> Iterator[tuple[int, int]]:
-    """Yield the same of a tokenizer without offsets: what stands before is counted in tokens."""
+    """Yield the same of a tokenizer without offsets: the text before is counted in tokens."""
 
     def plain(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

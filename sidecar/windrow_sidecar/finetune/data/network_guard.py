@@ -28,7 +28,7 @@ class SourceRefused(PermissionError):
 
 
 class NetworkGuard:
-    """What the jobs of this process may reach.
+    """Guard of what the jobs of this process may reach.
 
     One process may serve jobs of several namespaces only where the policy shares workers; then a
     connection is refused where no job of the process may make it.

@@ -1,4 +1,4 @@
-"""Which files a dataset's source names, on whatever fsspec reaches."""
+"""Files that a dataset's source names, on any store that fsspec reaches."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class DataFile:
 
     @property
     def suffix(self) -> str:
-        """Which of SUFFIXES it has; "": none of them."""
+        """Member of SUFFIXES that it has; "": none of them."""
         return _suffix(_file_of(self.path))
 
     @property
     def packed(self) -> str:
-        """Which of COMPRESSED it has; "": none of them."""
+        """Member of COMPRESSED that it has; "": none of them."""
         suffix = PurePosixPath(_file_of(self.path)).suffix.lower()
         return suffix if suffix in COMPRESSED else ""
 
@@ -98,7 +98,7 @@ def find_files(
     Args:
         source: a path, a URL, or the name of a dataset on the Hub.
         split: that is wanted.
-        tell: is told of files that look like rows and are not read.
+        tell: called with files that look like rows and are not read.
         credentials: for the place (default: what the process's environment gives).
         access: what may be read; without it nothing.
 
@@ -247,7 +247,7 @@ def _open_system(
 
 
 def _refuse_endless(about: Mapping[str, Any], source: str) -> None:
-    """Refuse a pipe, a socket or a device: who reads one waits for whoever writes it."""
+    """Refuse a pipe, a socket or a device: a reader would wait for its writer."""
     if about["type"] == "other":
         raise UserError(
             f"{source} is neither a file nor a directory",
@@ -316,7 +316,7 @@ def _refuse_several_sets(folders: list[str], place: str, split: str) -> None:
 
 
 def _folder_of(path: str, split: str) -> str:
-    """Return what stands before the part of a path that names its split."""
+    """Return the part of a path before the name of its split."""
     parts = PurePosixPath(path.lstrip("/")).parts
     at = next(n for n, part in enumerate(parts) if _split_of(part, split))
     return "/".join(parts[:at])
@@ -382,7 +382,7 @@ def _is_hidden(path: str) -> bool:
 
 
 def _may_be_rows(path: str) -> bool:
-    """Whether somebody may take a file for rows: all but what is written about them."""
+    """Return whether a person may take a file for rows: all but documentation."""
     name = PurePosixPath(path)
     about = ("README", "LICENSE", "LICENCE", "NOTICE", "CITATION")
     return name.suffix not in (".md", ".py", ".yaml", ".yml", ".lock") and name.stem not in about

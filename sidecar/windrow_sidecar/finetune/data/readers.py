@@ -48,10 +48,10 @@ _LOOK_EVERY_S = 0.05
 
 
 class ReadingPause(Protocol):
-    """When whoever reads may compute."""
+    """Pause for a reader that may not compute now."""
 
     def granted(self) -> bool:
-        """Whether it may now."""
+        """Return whether it may compute now."""
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until that may have changed, no longer than the timeout."""
@@ -59,7 +59,7 @@ class ReadingPause(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowsWanted:
-    """What a process must know to read a job's rows.
+    """Facts that a process needs to read a job's rows.
 
     Attributes:
         dataset: where they are.
@@ -160,7 +160,7 @@ class RowsBeingRead:
     def wait(self, alive: Callable[[], None], pace: ReadingPause) -> DataSplit:
         """Return the rows once all are there; `alive` is called each second while they come.
 
-        The process stands still while `pace` grants nothing, which is no reason to give it up.
+        Wait; the process stops while `pace` grants nothing, which is no reason to give it up.
 
         Raises:
             UserError, Transient: see `read_dataset`.

@@ -1,4 +1,4 @@
-"""How a dataset becomes the rows of a job: every file read once, every wrong row named."""
+"""Rows of a job from a dataset: every file read once, every wrong row named."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMED = 10
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a model can take."""
+    """Limits of what a model can take."""
 
     vocabulary: int
     positions: int | None  # tokens of a row; None: the model names no bound
@@ -44,7 +44,7 @@ class ModelLimits:
 
 @dataclass(slots=True)
 class _WrongRows:
-    """What has been found wrong so far, and what that means."""
+    """Wrong rows found so far, and what that means."""
 
     skip: bool
     found: list[UserError] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What stands in a file of a dataset: its objects one by one, each with its place."""
+"""Objects in a dataset's file, one by one, each with its place."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def read_records(file: DataFile) -> Iterator[DatasetRecord]:
 
 @contextmanager
 def _opened(file: DataFile) -> Iterator[BinaryIO]:
-    """Yield what stands in a file, unpacked; fsspec knows no zstd, pyarrow does."""
+    """Yield the content of a file, unpacked; fsspec knows no zstd, pyarrow does."""
     if file.packed != ".zst":
         from fsspec.core import compr
 
@@ -265,7 +265,7 @@ def _decoded(line: bytes, where: str) -> Any:  # noqa: ANN401 - any JSON
 
 
 class _WrittenTwice(ValueError):
-    """A key stands twice in an object, of which Python would take the last."""
+    """Duplicate key in an object, of which Python would take the last."""
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> Fields:

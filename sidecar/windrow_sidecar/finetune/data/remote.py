@@ -38,7 +38,7 @@ _STAYS = (501, 505)
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a Secret of the job's namespace holds; empty: the worker's own environment counts.
+    """Credentials in a Secret of the job's namespace; empty: the worker's own environment counts.
 
     Attributes:
         secret: its name.
@@ -95,7 +95,7 @@ def _of_store(endpoint: str) -> dict[str, Any]:
 
     Such stores refuse, or store as they come, bodies in chunks with a checksum behind them
     (aws-chunked), which clients of Amazon's send unasked. Some know a bucket by its host alone.
-    What whoever runs the worker has set counts.
+    What the worker's own environment sets counts.
 
     Args:
         endpoint: as a Secret names it; "": that of the worker's own settings counts.
@@ -149,12 +149,12 @@ def _is_below(host: str, domains: tuple[str, ...]) -> bool:
 
 
 def is_of_client(error: BaseException) -> bool:
-    """Whether a client has raised it: what they raise of a connection is not always an OSError."""
+    """Return whether a client raised it: their connection errors are not always an OSError."""
     return type(error).__module__.partition(".")[0] in CLIENTS
 
 
 def lacks_credentials(error: BaseException) -> bool:
-    """Whether nobody has been asked, since the worker has nothing to show (botocore's)."""
+    """Return whether nothing was sent because the worker has no credentials (botocore's)."""
     return type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError")
 
 

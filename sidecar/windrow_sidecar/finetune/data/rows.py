@@ -1,4 +1,4 @@
-"""What a row of each format holds, checked, with what is wrong with it."""
+"""Content of a row in each format, checked, with what is wrong with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job may read: directories, hosts, and credentials that are not its own."""
+"""Access of a job: directories, hosts, and credentials that are not its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIELD = "spec.dataset.source"
 
 @dataclass(frozen=True, slots=True)
 class SourceAccess:
-    """What a job may read from.
+    """Sources that a job may read from.
 
     Attributes:
         trees: directories with models and rows; None: every file that the process can read.

@@ -1,4 +1,4 @@
-"""Which tokens a job trains on, in which order, and which it keeps aside to be judged by.
+"""Tokens that a job trains on, their order, and those kept aside for evaluation.
 
 A step's rows follow from (seed, step) alone, so the position in the data is the step's number and
 a resumed job reads what the interrupted one would have read.
@@ -61,7 +61,7 @@ class DataSplit:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """The order of the rows: `rows` of them, `batch` a step, shuffled anew in each epoch."""
+    """Order of the rows: `rows` of them, `batch` a step, shuffled again in each epoch."""
 
     rows: int
     batch: int
@@ -118,6 +118,6 @@ def split(examples: Sequence[Example], *, eval_fraction: float, seed: int) -> Da
 
 
 def lengths_of(examples: Sequence[Example]) -> Sequence[int]:
-    """Return the tokens of each row; what lies on disk is not read for it."""
+    """Return the tokens of each row; rows on disk are not read for it."""
     known: Sequence[int] | None = getattr(examples, "lengths", None)
     return known if known is not None else [e.length for e in examples]

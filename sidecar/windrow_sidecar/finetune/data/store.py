@@ -1,4 +1,4 @@
-"""Where tokenized rows lie: in a file without a name, mapped, so that large sets need no memory.
+"""Storage of tokenized rows: a mapped file without a name, so that large sets need no memory.
 
 A row takes 8 bytes a token and its place on disk, and 24 bytes in memory, whatever its length.
 """
@@ -21,7 +21,7 @@ _BYTES = array("i").itemsize
 class TokenFile:
     """Takes rows one by one; afterwards any of them can be read, in any order.
 
-    The file lies in the directory for temporary files and is gone with the process.
+    The file is in the directory for temporary files and is gone with the process.
 
     Args:
         file: empty, open for writing and reading (default: one that nobody else sees). Another
@@ -62,7 +62,7 @@ class TokenFile:
 
     @property
     def digest(self) -> str:
-        """Of the tokens and labels of all rows in their order, wherever they came from."""
+        """Digest of the tokens and labels of all rows in their order, from whatever source."""
         return self._digest or self._sha256.hexdigest()
 
     def __len__(self) -> int:

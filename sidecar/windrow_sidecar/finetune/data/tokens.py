@@ -1,4 +1,4 @@
-"""What a row is to the model: its tokens, and which of them are learnt."""
+"""Tokens of a row, and which of them are learnt."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RowTokenizer:
 
     Args:
         tokenizer: the model's. It needs no padding token: padding has no label, and behind a causal
-            mask no token sees what stands to its right.
+            mask no token sees those to its right.
         max_length: rows are cut to so many tokens.
         learn_all: prompts count as well.
         now: the time that chat templates read (default: that of the call).
@@ -131,7 +131,7 @@ class RowTokenizer:
 
     @property
     def unlike_before(self) -> str:
-        """In which way an earlier version made other tokens of these rows; "": it made the same."""
+        """Difference to the tokens that an earlier version made of these rows; "": none."""
         pruned = "nulls of other rows' tools are left out" if self._pruned else ""
         return self._conversations.unlike_before or pruned
 

@@ -15,7 +15,7 @@ from windrow_sidecar.qos.view import Phase
 
 @dataclass(slots=True)
 class _Reached:
-    """How far one micro-batch has come. Tokens count from the left, but for `back`."""
+    """Progress of one micro-batch. Tokens count from the left, but for `back`."""
 
     up: list[int]  # [layer]: tokens that have passed it forward
     windows: list[list[TokenWindow]]  # [layer]: those that have run up and not yet back
@@ -24,7 +24,7 @@ class _Reached:
 
 
 class GroupProgress:
-    """How far each micro-batch of one group has come through the layers.
+    """Progress of each micro-batch of one group through the layers.
 
     Args:
         group: micro-batches that are on their way together; their gradients count as one.
@@ -40,12 +40,12 @@ class GroupProgress:
 
     @property
     def done(self) -> bool:
-        """Whether every micro-batch is through."""
+        """True where every micro-batch is through."""
         return all(self._is_done(micro) for micro in self.group)
 
     @property
     def untouched(self) -> bool:
-        """Whether nothing has run."""
+        """True where nothing has run."""
         return all(self._of[micro].up[0] == 0 for micro in self.group)
 
     def lowest_to_run(self, micro: MicroBatch) -> tuple[int, int, int] | None:
@@ -78,7 +78,7 @@ class GroupProgress:
         return self._of[micro].loss
 
     def passed(self, micro: MicroBatch) -> int:
-        """How many tokens times layers it has behind it, up and down."""
+        """Return how many tokens times layers it has behind it, up and down."""
         reached = self._of[micro]
         return sum(reached.up) + sum(micro.width - left for left in reached.back)
 

@@ -35,7 +35,7 @@ class RowGrouping:
 
     @property
     def is_empty(self) -> bool:
-        """Whether every row belongs to a group that has been taken."""
+        """True where every row belongs to a group that has been taken."""
         return not self._left
 
     def begin(

@@ -91,7 +91,7 @@ class MicroBatchGroup:
 
     @property
     def loss_is_here(self) -> bool:
-        """Whether `loss` would not wait; on the host it never does."""
+        """True where `loss` would not wait; on the host it never does."""
         return all(reading.is_here for reading in self._losses)
 
     def run(self, tasklet: Tasklet) -> None:
@@ -109,7 +109,7 @@ class MicroBatchGroup:
             self._finish()
 
     def can_repeat(self, backward: Tasklet) -> bool:
-        """Whether that one, broken off half-way, may run again as if it never had.
+        """Return whether an interrupted backward may run again as if it never had.
 
         A window has added to the sums of its keys and values, or to those of the prefix, by then.
         """
@@ -119,12 +119,12 @@ class MicroBatchGroup:
 
     @property
     def can_spill(self) -> bool:
-        """Whether nothing but layers hangs on the adapter: a prefix does."""
+        """True where only layers depend on the adapter; a prefix does too."""
         return all(at.prefix is None for at in self._at.values())
 
     @property
     def spill_bytes(self) -> int:
-        """How much host memory `spill` takes."""
+        """Bytes of host memory that `spill` takes."""
         return sum(x.nbytes for at in self._at.values() for x in at.inputs if x is not None)
 
     def spill(self) -> None:
@@ -272,7 +272,7 @@ def padded(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
 def packed(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids, targets and positions, each [1, all tokens] int64, row after row.
 
-    Positions begin anew with each row, by which the model's own masks keep rows apart.
+    Positions restart with each row, by which the model's own masks keep rows apart.
     """
     ids = torch.tensor([token for e in examples for token in e.ids])
     targets = torch.tensor([label for e in examples for label in (*e.labels[1:], IGNORED)])

@@ -1,7 +1,7 @@
 """Orders in which the tasklets of a group may run, and the lookahead over one of them.
 
 An order looks at the progress and names the next tasklet; nothing else is remembered, so windows
-may change from one to the next, and a plan may be made anew at any moment.
+may change from one to the next, and a plan may be remade at any moment.
 
 Between two tasklets the caches hold the layer that has just run, so finding one of them costs four
 times what the next costs right behind it.
@@ -164,12 +164,12 @@ class Lookahead:
         return self._found[0] if self._found else None
 
     def ran(self, tasklet: Tasklet) -> None:
-        """That one has run; the plan goes on if it was the next, else it is made anew."""
+        """Note that a tasklet has run; the plan goes on if it was the next, else it is remade."""
         if self._found and self._found[0] is tasklet:
             self._found.popleft()
         else:
             self._found.clear()
 
     def forget(self) -> None:
-        """Others have moved the progress: make the plan anew."""
+        """Remake the plan: other code has moved the progress."""
         self._found.clear()

@@ -84,7 +84,7 @@ class _Level:
             self.stretch *= 1 - _FOLLOW * (1 - _SHORTER)
 
     def _fit(self) -> tuple[float, float]:
-        """Without sizes that differ, and where the fit makes no sense, time is in proportion."""
+        """Fit time to size; where sizes do not differ or the fit is senseless, in proportion."""
         variance = self.xx - self.x * self.x
         if variance > (_SPREAD * self.x) ** 2:
             slope = (self.xy - self.x * self.y) / variance
@@ -96,7 +96,7 @@ class _Level:
 
 @dataclass(slots=True)
 class _Queued:
-    """How long a device that queues works on one layer, as means with forgetting.
+    """Work time of one layer on a device that queues, as means with forgetting.
 
     Its kernels take `wait_us` at least and `overlap_us` more at most: while the host queues them,
     the device is at work or waits for the host, and nobody sees which. So a tasklet of twice the
@@ -252,7 +252,7 @@ class Estimates:
         return min((level.fixed + level.slope * tokens for level in levels), default=0.0)
 
     def _in_use(self, phase: Phase) -> list[_Level]:
-        """What is known of the phase on the numbers of units of the last tasklets."""
+        """Return what is known of the phase on the numbers of units of the last tasklets."""
         units = {units for last in self._last.values() for units in last}
         return [level for n in units if (level := self._levels.get((phase, n))) is not None]
 
@@ -286,13 +286,13 @@ LEAST_QUEUED_TOKENS = 256
 
 
 class TaskletSizing(Protocol):
-    """How many layers and tokens one tasklet covers."""
+    """Size of one tasklet in layers and tokens."""
 
     def cut(self, phase: Phase, micro: MicroBatch) -> int:
         """Return of how many tokens of each row a tasklet takes, at least one (see `orders`)."""
 
     def fits(self, tasklet: Tasklet) -> bool:
-        """Whether a tasklet that spans several layers is not too large."""
+        """Return whether a tasklet that spans several layers is not too large."""
 
 
 class WholeRows:
@@ -377,7 +377,7 @@ class Paced:
         return -(-micro.width // -(-micro.width // most))
 
     def fits(self, tasklet: Tasklet) -> bool:
-        """Whether it is known to take no longer than a tasklet should."""
+        """Return whether it is known to take no longer than a tasklet should."""
         units = self.estimates.useful_units(tasklet, self.units)
         return 0 < self.estimates.estimate_us(tasklet, units) <= TARGET * self.bound_us
 

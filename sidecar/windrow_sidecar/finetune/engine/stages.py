@@ -82,12 +82,12 @@ class JobStages:
 
     @property
     def trains(self) -> bool:
-        """Whether the rows are trained on; else they are evaluated, and nothing is kept of them."""
+        """True where the rows are trained on; else they are evaluated, and nothing is kept."""
         return self.stage is JobStage.TRAINING
 
     @property
     def told(self) -> str:
-        """How far training came, and of which step the adapter is."""
+        """Text on how far training came, and of which step the adapter is."""
         return self._policy.told(self.position.judged, self.position.step, of=self.total_steps)
 
     def restore(self, position: Position) -> None:

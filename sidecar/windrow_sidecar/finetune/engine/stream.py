@@ -87,22 +87,22 @@ class TaskletStream:
 
     @property
     def position(self) -> Position:
-        """Up to the last committed micro-batch."""
+        """Position after the last committed micro-batch."""
         return self._stages.position
 
     @property
     def stage(self) -> JobStage:
-        """Which part of the job comes next."""
+        """Part of the job that comes next."""
         return self._stages.stage
 
     @property
     def total_steps(self) -> int:
-        """Of the job."""
+        """Optimizer steps of the whole job."""
         return self._stages.total_steps
 
     @property
     def told(self) -> str:
-        """How far training came, and of which step the adapter is."""
+        """Text on how far training came, and of which step the adapter is."""
         return self._stages.told
 
     @property
@@ -112,12 +112,12 @@ class TaskletStream:
 
     @property
     def device(self) -> torch.device:
-        """Where the adapter is now."""
+        """Device on which the adapter is now."""
         return self._optimizer.device
 
     @property
     def between_micro_batches(self) -> bool:
-        """Whether nothing is on its way that `drop` would lose."""
+        """True where nothing is on its way that `drop` would lose."""
         return self._batch_group is None or self._batch_group.progress.untouched
 
     @property
@@ -138,7 +138,7 @@ class TaskletStream:
 
     @property
     def before_optimizer(self) -> bool:
-        """Whether the optimizer's step is next, which changes everything that it owns."""
+        """True where the optimizer's step is next, which changes everything that it owns."""
         return self._stages.trains and self._batch_group is None and self._rows.is_empty
 
     def peek(self) -> Tasklet | None:
@@ -168,7 +168,7 @@ class TaskletStream:
         """Run what `peek` returned, or any other tasklet of its group that may run.
 
         Returns:
-            what has come to its end with it, if anything has: a step, an evaluation.
+            what ended with it, if anything did: a step, an evaluation.
 
         Raises:
             NotFinite: loss or gradient is NaN or infinite.
@@ -255,7 +255,7 @@ class TaskletStream:
         self.parts.stack.move_buffers(to_host=to_host)
 
     def replan(self, *, force: bool = False) -> None:
-        """Form the next group anew: limits have changed. What has begun goes on, unless forced."""
+        """Form the next group again after limits changed. A begun group goes on, unless forced."""
         if self._batch_group is not None and (force or self._batch_group.progress.untouched):
             self._rows.put_back(self._batch_group.rows)
             self._batch_group = None

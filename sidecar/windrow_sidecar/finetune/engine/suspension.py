@@ -25,10 +25,10 @@ class BrokenOff(Exception):
 
 
 class Holding(Protocol):
-    """What says whether the running tasklet may go on (see `grants.GrantGate`)."""
+    """Source of whether the running tasklet may go on (see `grants.GrantGate`)."""
 
     def revoked(self) -> bool:
-        """Whether what was launched last may not go on as it does."""
+        """Return whether what was launched last may not go on as it does."""
 
     def hold(self, give_up: Callable[[], bool]) -> bool:
         """Say that nothing runs and wait until it may go on; False: it is given up."""

@@ -1,1 +1,1 @@
-"""One job from its spec to its adapter: how it is put together, run, and told of."""
+"""One job from its spec to its adapter: how it is put together, run, and reported."""

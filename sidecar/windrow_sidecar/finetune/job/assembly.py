@@ -1,7 +1,7 @@
 """Read a job and put its model, adapter, rows and optimizer together.
 
-Rows are told apart by positions that begin anew. A model whose mask is made without positions, or
-whose layers carry a state from token to token, lets a row see the one before it.
+Rows are separated by positions that restart. A model whose mask is made without positions, or whose
+layers carry a state from token to token, lets a row see the one before it.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def read_examples(
 
 @dataclass(frozen=True, slots=True)
 class TaskletRuntime:
-    """Where the tasklets of a job run, how large they may be, and what may hold them up.
+    """Environment of a job's tasklets: where they run, their largest size, what holds them up.
 
     Attributes:
         boundaries: where activations between layers live.

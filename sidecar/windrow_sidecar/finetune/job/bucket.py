@@ -68,7 +68,7 @@ class BucketSilent(Transient):
 
 
 class NotUploaded(OSError):
-    """Something could not be put into the bucket; what was there stands."""
+    """Failed upload into the bucket; its earlier content remains."""
 
 
 def open_folder(job: JobSpec) -> JobFolder:
@@ -93,7 +93,7 @@ def open_own_folder(job: JobSpec, parent: int = 0, *, anew: bool = False) -> Job
     Args:
         job: the job.
         parent: the process with whose end the worker ends; 0: there is none.
-        anew: whether what earlier runs left in a bucket goes once it is claimed.
+        anew: True deletes what earlier runs left in a bucket, once it is claimed.
 
     Raises:
         UserError: the job may not write there, or this worker has no client for it.
@@ -183,7 +183,7 @@ class BucketFolder(JobFolder):
 
         Raises:
             Fenced: a higher epoch has claimed the job.
-            OSError: it could not be written or uploaded; what was there stands.
+            OSError: it could not be written or uploaded; what was there remains.
         """
         local = Path(super().save(position, tensors, keep=1, origin=origin))
         target = f"{self._url}/checkpoints/{local.name}"
@@ -269,7 +269,7 @@ class BucketFolder(JobFolder):
                 self._system.put_file(str(file), f"{self.place}/{file.name}")
 
     def _remove_older(self) -> None:
-        """Of workers that were killed here: an epoch ends all that came before it."""
+        """Remove the files of workers that were killed here: an epoch ends all earlier ones."""
         for other in self._jobs.glob("*"):
             if other.name.isdigit() and int(other.name) < self.epoch:
                 shutil.rmtree(other, ignore_errors=True)
@@ -314,7 +314,7 @@ class BucketFolder(JobFolder):
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Hold while a job begins: whoever wrote it mends what stays wrong."""
+        """Hold while a job begins: a lasting error is for the job's author to fix."""
         try:
             yield
         except Exception as error:
@@ -360,7 +360,7 @@ class OwnBucketFolder(BucketFolder):
         url, job_uid, system: see `BucketFolder`.
         here: the directory on this machine for this bucket folder.
         parent: the process with whose end the worker ends; 0: there is none.
-        anew: whether what earlier runs left in the bucket goes once it is claimed.
+        anew: True deletes what earlier runs left in the bucket, once it is claimed.
     """
 
     _credentials: ClassVar[str] = _BY_ENVIRONMENT
@@ -421,7 +421,7 @@ class OwnBucketFolder(BucketFolder):
         """The directory is that of all runs on this machine."""
 
     def _fetch_figures(self) -> None:
-        """The bucket's are of all machines; a run that begins anew leaves them behind."""
+        """Fetch the figures of all machines from the bucket, unless the run starts over."""
         (self.root / METRICS_FILE).unlink(missing_ok=True)
         if not self._anew:
             super()._fetch_figures()

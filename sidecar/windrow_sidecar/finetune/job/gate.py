@@ -19,7 +19,7 @@ class Gate(Protocol):
     """Decides when a tasklet may run (see `grants.GrantGate`)."""
 
     def launch(self, tasklet: Tasklet) -> bool:
-        """Whether it may run now; if so, `landed` is called afterwards."""
+        """Return whether it may run now; if so, `landed` is called afterwards."""
 
     def landed(self, tasklet: Tasklet) -> None:
         """All of it is queued on the device."""
@@ -28,13 +28,13 @@ class Gate(Protocol):
         """Return the tasklets that have ended since the last time."""
 
     def quiet(self, tasklet: Tasklet | None) -> None:
-        """Nothing runs once this is back; `tasklet` would be next."""
+        """Wait until nothing runs; `tasklet` would be next."""
 
     def wait(self) -> None:
-        """Until it is worth asking again, a fifth of a second at most."""
+        """Wait until it is worth asking again, a fifth of a second at most."""
 
     def decode_gone(self) -> bool:
-        """Whether the decode process has ended."""
+        """Return whether the decode process has ended."""
 
 
 class OpenGate:
@@ -76,7 +76,7 @@ class OpenGate:
         self._in_flight.drain()
 
     def wait(self) -> None:
-        """Only a pause by command comes here."""
+        """Wait; only a pause by command comes here."""
         time.sleep(_LOOK_AGAIN_S)
 
     def _ended(self, ran: Ran) -> None:
@@ -84,5 +84,5 @@ class OpenGate:
             self._estimates.learn(ran.tasklet, ran.units, (ran.end_ns - ran.begin_ns) / 1e3)
 
     def decode_gone(self) -> bool:
-        """There is none."""
+        """Return False: there is no decode process."""
         return False

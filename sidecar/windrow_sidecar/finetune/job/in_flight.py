@@ -44,17 +44,17 @@ class Ran:
 
     @property
     def begin_ns(self) -> int:
-        """Of CLOCK_MONOTONIC, as the device saw it; what it was held up is left out."""
+        """Begin in CLOCK_MONOTONIC, as the device saw it; what it was held up is left out."""
         return self.begun.at_ns() + self.held_ns
 
     @property
     def end_ns(self) -> int:
-        """Of CLOCK_MONOTONIC, as the device saw it."""
+        """End in CLOCK_MONOTONIC, as the device saw it."""
         return self.ended.at_ns()
 
     @property
     def overlap_ns(self) -> int:
-        """How long the device was at it, or waited for more of it, while it was being queued.
+        """Time in which the device worked on it, or waited for more, while it was being queued.
 
         The rest of its time is that of its kernels alone, and what decode has to wait for at most
         where it asks for the device.
@@ -66,7 +66,7 @@ class Ran:
 
     @property
     def held_up(self) -> bool:
-        """Whether it was held up in its middle."""
+        """True where it was held up in its middle."""
         return self.held_ns > 0
 
 
@@ -95,7 +95,7 @@ class InFlight:
         self.wait_us = 0
 
     def begin(self) -> None:
-        """What is queued from now on belongs to the next tasklet."""
+        """Assign what is queued from now on to the next tasklet."""
         self._begun, self._begun_ns = self._device.mark(), self._clock()
 
     def end(
@@ -132,7 +132,7 @@ class InFlight:
             self._note_oldest()
 
     def wait_until_fits(self, wait_us: int, bound_us: int) -> None:
-        """Until the device works no longer than the bound on what is in flight and on another.
+        """Wait until the device needs no longer than the bound for what is in flight and one more.
 
         With nothing in flight anything fits; beside anything, what is not estimated (0) never does.
         With `MOST_IN_FLIGHT` already, nothing does.
@@ -144,7 +144,7 @@ class InFlight:
             self._note_oldest()
 
     def drain(self) -> None:
-        """Until nothing runs that this thread has queued, whether as a tasklet or not."""
+        """Wait until nothing runs that this thread has queued, as a tasklet or otherwise."""
         self._device.mark().wait()
         self.settle()
 

@@ -35,7 +35,7 @@ class CheckpointUnreachable(Transient):
 
 @dataclass(slots=True)
 class JobState:
-    """What other threads read or set while the job runs; each field is replaced as a whole."""
+    """State that other threads read or set while the job runs; fields are replaced as a whole."""
 
     progress: JobProgress = field(default_factory=JobProgress)
     stop_asked: str = ""  # why; set by a signal handler
@@ -90,7 +90,7 @@ class Ledger:
     Args:
         session: the job.
         folder: its folder, claimed.
-        reporter: who is told.
+        reporter: receives the reports.
         events: tasklets and losses go here.
         job_state: progress goes here.
         newest: returns the checkpoint to go on from (default: reads the folder).
@@ -133,8 +133,8 @@ class Ledger:
     def restore(self) -> bool:
         """Go on from the newest good checkpoint, where there is one, and say so.
 
-        Returns whether there is anything to do: False where an earlier worker has written the
-        adapter, and nobody heard of it. That is told now.
+        Return whether work is left; False where an earlier worker wrote the
+        adapter: reported now.
 
         Raises:
             UserError: it is of another base, adapter or order of rows.
@@ -209,7 +209,7 @@ class Ledger:
         self.settle()
 
     def settle(self) -> None:
-        """Between two tasklets: tell of a checkpoint that is whole, begin the one that is due.
+        """Report a checkpoint that is whole and begin the one that is due, between two tasklets.
 
         A disk that is slower than checkpoints come makes them fewer; the stream never waits for it.
         One that the optimizer's step would have to wait for begins after it.

@@ -1,10 +1,10 @@
 """Run several jobs over one base model in one worker, in turns (FineInfer's multiplexing).
 
 A turn begins and ends at tasklet boundaries: between two groups of micro-batches while both jobs
-may run, anywhere where the job of the moment ends or is told to pause. What the one job has on the
+may run, or wherever the present job  ends or gets a command to pause. What the one job has on the
 device goes to the host, the other's comes back.
 
-What whoever assigns jobs may rely on: every job keeps its own stream, position, folder, reporter,
+The assigner of jobs may rely on this: every job keeps its own stream, position, folder, reporter,
 ending and commands, so each can be paused, checkpointed, stopped and fenced alone; one that fails
 ends alone. All of them run under the one gate of their device, one tasklet at a time. A job may
 come later, between two turns, when nothing of the others is on the device.
@@ -55,7 +55,7 @@ class JobHandle:
     acts: Callable[[], None] = _nothing
 
     def share(self) -> JobShare:
-        """As whoever chooses sees it."""
+        """Return the share as the scheduler sees it."""
         may_run = not self.runner.told_to_pause
         return JobShare(self.head_start + self.stream.tokens_seen, self.weight, may_run)
 
@@ -142,7 +142,7 @@ class JobMultiplexer:
         return now.stream.between_micro_batches and turn_is_over(lasted_s, self._switch_s)
 
     def _gives_way(self, job: JobHandle) -> bool:
-        """Whether `job` was held up for memory, and there is another that it may not hold up."""
+        """Return whether `job` was held up for memory and must give way to another job."""
         if job not in self._live or not job.runner.starving:
             return False
         self._starved.add(job)
@@ -227,7 +227,7 @@ def next_turn(jobs: Sequence[JobShare]) -> int | None:
 
 
 def turn_is_over(turn_s: float, switch_s: float) -> bool:
-    """Whether a turn has lasted long enough to be worth the switch that began it."""
+    """Return whether a turn has lasted long enough to be worth the switch that began it."""
     return turn_s >= TURN_PER_SWITCH * switch_s
 
 

@@ -58,19 +58,19 @@ class Runner:
 
     @property
     def told_to_pause(self) -> bool:
-        """Whether a command holds this job back."""
+        """True where a command holds this job back."""
         return self._told_to_pause
 
     @property
     def starving(self) -> bool:
-        """Whether the last turn was held up for want of memory."""
+        """True where the last turn was held up for want of memory."""
         return self._starving
 
     def run(self) -> Ending:
         """Run until the job has ended or someone ends it.
 
         Raises:
-            NotFinite, Fenced, OSError, MemoryError: see the parts; the last checkpoint stands.
+            NotFinite, Fenced, OSError, MemoryError: see the parts; the last checkpoint remains.
         """
         ending = self.begin()
         while ending is None:
@@ -124,7 +124,7 @@ class Runner:
             self._ledger.ran(ran)
 
     def wait(self) -> Ending | None:
-        """Where the last turn was held up: tell decode, and sleep until it is worth asking."""
+        """Tell decode where the last turn was held up, and sleep until it is worth asking."""
         tasklet, self._held_up = self._held_up, None
         return None if tasklet is None else self._wait(tasklet)
 

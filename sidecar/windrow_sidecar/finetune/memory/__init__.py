@@ -1,1 +1,1 @@
-"""Where the bytes of a job lie beside decode, and how they leave when decode asks for them."""
+"""Memory of a job beside decode, and how it is emptied when decode asks for it."""

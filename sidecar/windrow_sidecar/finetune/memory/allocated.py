@@ -1,10 +1,10 @@
 """Memory of a colocated job on a GPU: torch allocates everything from lent chunks.
 
-On the host only what is known by name lies in chunks (`boundaries.LentBoundaries`); here all of the
-job does, so a chunk that is asked back may hold anything. It is left in steps: first frozen layers
-that take turns, of which files have a copy, as many as need be; then activations of the
-group on its way go to the host, then adapter and moments, then all else but the base's parameters;
-so a job whose base is decode's own leaves every chunk, and comes back when there is room again.
+On the host only named tensors are in chunks (`boundaries.LentBoundaries`); here all of the job is,
+so a chunk that is asked back may hold anything. It is left in steps: first frozen layers that take
+turns, of which files have a copy, as many as need be; then activations of the group on its way go
+to the host, then adapter and moments, then all else but the base's parameters; so a job whose base
+is decode's own leaves every chunk, and comes back when there is room again.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class Residents:
 
     @property
     def layers(self) -> int:
-        """How many are in memory, or on their way there."""
+        """Layers that are in memory, or on their way there."""
         return len(self._frozen.resident)
 
     @property
     def missing_bytes(self) -> int:
-        """What the fewest layers that can take turns lack of memory."""
+        """Bytes of memory that the fewest layers that can take turns lack."""
         return max(0, LEAST_LAYERS - self._frozen.slots) * self._frozen.slot_bytes
 
     @property
     def wanted_bytes(self) -> int:
-        """What all layers would take besides."""
+        """Bytes that all layers would take besides."""
         return (self._frozen.depth - self._frozen.slots) * self._frozen.slot_bytes
 
     def follow(self, room_bytes: int) -> None:
@@ -121,7 +121,7 @@ class AllocatedMemory:
 
     @property
     def held_chunks(self) -> int:
-        """How many chunks this worker has, as of the last `settle`."""
+        """Chunks that this worker has, as of the last `settle`."""
         return self._budget.chunks
 
     def capacity_tokens(self, micro_batches: int = 1) -> int:
@@ -130,7 +130,7 @@ class AllocatedMemory:
         return 1 << 40
 
     def chunks_for(self, tokens: int, micro_batches: int = 1) -> int:
-        """How many chunks a group needs, with all that is there and every layer that is not.
+        """Return the chunks that a group needs, with all that is there and every missing layer.
 
         `tokens`: of each micro-batch.
         """
@@ -162,7 +162,7 @@ class AllocatedMemory:
         replan_if_short(self._job.stream, self._job.activation_budget)
 
     def starving(self, tasklet: Tasklet) -> bool:
-        """Whether a group that has not begun does not fit, or layers, or what was moved out."""
+        """Return whether an unbegun group does not fit, or layers, or what was moved out."""
         assert self._job is not None
         layers = self._job.residents.missing_bytes if self._job.residents else 0
         micro, activation_budget = tasklet.micro, self._job.activation_budget
@@ -178,7 +178,7 @@ class AllocatedMemory:
         return self.is_starving
 
     def asked_back(self) -> bool:
-        """Whether decode waits for a chunk."""
+        """Return whether decode waits for a chunk."""
         return self._budget.asked_back()
 
     def offload(self) -> None:
@@ -238,7 +238,7 @@ class AllocatedMemory:
             self._job.stream.spill(int(SPILL_SHARE * self._host_free_bytes()))
 
     def _move_out(self) -> None:
-        """They come back before anything runs (see `runner`), into chunks that do not drain."""
+        """Move tensors out; they return before anything runs (see `runner`), to lasting chunks."""
         if self._job_offload is not None and not self._away_bytes:
             before = self._budget.used_bytes()
             self._job_offload.out()

@@ -1,7 +1,7 @@
 """Lay boundary activations out in chunks that decode has lent, and give chunks back.
 
 The table of owners is the truth: what is DRAINING goes back at the next tasklet boundary, in two
-steps. `must_leave` says whether the group on its way lies in such a chunk; whoever owns the group
+steps. `must_leave` says whether the group on its way is in such a chunk;  the group's owner
 moves it to the worker's own memory then (`lent.LentMemory`). `settle` gives back what is empty.
 
 Jobs that share a worker share its chunks, one after the other: the tenant is the one whose turn it
@@ -63,12 +63,12 @@ class LentBoundaries:
 
     @property
     def held_chunks(self) -> int:
-        """How many chunks this worker has, as of the last `settle`."""
+        """Chunks that this worker has, as of the last `settle`."""
         return len(self._held)
 
     @property
     def wanted_by_layers(self) -> int:
-        """How many more would hold every frozen layer."""
+        """Chunks more that would hold every frozen layer."""
         return self._layers.wanted_chunks if self._layers else 0
 
     def capacity_tokens(self, micro_batches: int = 1) -> int:
@@ -81,7 +81,7 @@ class LentBoundaries:
         )
 
     def chunks_for(self, tokens: int, micro_batches: int = 1) -> int:
-        """How many chunks a group of micro-batches of so many padded tokens each needs."""
+        """Return the chunks that a group of micro-batches of so many padded tokens each needs."""
         return chunks_needed(
             tokens,
             chunk_bytes=self._chunk_bytes,
@@ -90,7 +90,7 @@ class LentBoundaries:
         )
 
     def must_leave(self) -> bool:
-        """Whether the group on its way lies in a chunk that is asked back; layers leave at once."""
+        """Return whether the running group is in a chunk that is asked back; drops layers."""
         draining = self._arena.draining(self._owner)
         if self._layers is not None:
             self._layers.leave(draining)
@@ -127,7 +127,7 @@ class LentBoundaries:
         return tuple(chunk for chunk in self._held if chunk not in layers.chunks)
 
     def asked_back(self) -> bool:
-        """Whether a chunk drains."""
+        """Return whether a chunk drains."""
         return bool(self._arena.draining(self._owner))
 
     def give_all_back(self) -> None:
@@ -141,7 +141,7 @@ class LentBoundaries:
 
     @property
     def is_clear(self) -> bool:
-        """Whether no activation lies in the chunks."""
+        """True where no activation is in the chunks."""
         return not (self._slots or self._used)
 
     def room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -187,14 +187,14 @@ class TenantBoundaries:
 
     @property
     def is_tenant(self) -> bool:
-        """Whether the chunks are this job's: nobody has come since."""
+        """True where the chunks are this job's and no other has come since."""
         return self._lent.tenant is self
 
     def move_in(self) -> None:
         """Become the tenant.
 
         Raises:
-            InvariantBroken: something of the tenant before lies there still.
+            InvariantBroken: something of the tenant before is there still.
         """
         if not self.is_tenant:
             if not self._lent.is_clear:
@@ -243,7 +243,7 @@ class ChunkRun:
 
     @property
     def chunks(self) -> int:
-        """How many."""
+        """Chunks of the run."""
         return self.end - self.first
 
 
@@ -263,7 +263,7 @@ def tokens_that_fit(
 ) -> int:
     """Return the largest micro-batch, in padded tokens, whose boundaries all fit into the runs.
 
-    A boundary lies in one run; each of `boundaries` has tokens * bytes_per_token bytes.
+    A boundary is in one run; each of `boundaries` has tokens * bytes_per_token bytes.
     """
     low, high = 0, sum(r.chunks for r in runs) * chunk_bytes // (boundaries * bytes_per_token)
     while low < high:

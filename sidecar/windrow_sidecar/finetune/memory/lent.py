@@ -1,6 +1,6 @@
 """Memory of a colocated job on a host: boundary activations in lent chunks, all else its own.
 
-When decode asks for a chunk in which the group on its way lies, the group is spilled: it goes on
+When decode asks for a chunk that the running group uses, the group is spilled: it goes on
 from copies in the worker's own memory, and the next one is formed for what is left.
 """
 
@@ -58,7 +58,7 @@ class LentMemory:
         replan_if_short(self._stream, self._activation_budget)
 
     def starving(self, tasklet: Tasklet) -> bool:
-        """Whether a group that has not begun does not fit, in lent chunks or in own memory."""
+        """Return whether an unbegun group does not fit, in lent chunks or in own memory."""
         del tasklet
         group = [micro.padded_tokens for micro in self._stream.group_to_begin]
         self.is_starving = bool(group) and (
@@ -68,7 +68,7 @@ class LentMemory:
         return self.is_starving
 
     def asked_back(self) -> bool:
-        """Whether decode waits for a chunk."""
+        """Return whether decode waits for a chunk."""
         return self._lent.asked_back()
 
     def offload(self) -> None:

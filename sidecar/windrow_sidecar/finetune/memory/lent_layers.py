@@ -1,9 +1,9 @@
 """Keep further frozen layers in lent chunks, on the host.
 
-The fewest layers that can take turns lie in the worker's own memory, so that a job never waits for
+The fewest layers that can take turns are in the worker's own memory, so that a job never waits for
 them. What decode lends beyond what groups of micro-batches need holds further ones: each saves a
-transfer up and one down. When decode asks a chunk back, the layer that lies in it is dropped, which
-takes no copy, since its file has it.
+transfer up and one down. When decode asks a chunk back, the layer in it is dropped, which takes no
+copy, since its file has it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class LentLayers:
 
     @property
     def wanted_chunks(self) -> int:
-        """How many would hold every layer that own memory does not, lying as they do now."""
+        """Chunks that would hold every layer that own memory does not, in their present places."""
         return self._missing * self._of_a_layer + self._holes
 
     @property
     def chunks(self) -> frozenset[int]:
-        """In which layers lie."""
+        """Chunks that hold layers."""
         return frozenset(chunk for first in self._lying for chunk in self._range(first))
 
     def leave(self, chunks: Iterable[int]) -> None:
@@ -52,10 +52,10 @@ class LentLayers:
     def grow(self, spare: Sequence[int]) -> None:
         """Take as many layers as are missing into chunks side by side, from the highest on.
 
-        Decode lends the highest first, so what is lent next lies below, and no hole is left.
+        Decode lends the highest first, so what is lent next is below, and no hole is left.
 
         Args:
-            spare: ascending ids of chunks that are held and that nothing lies in.
+            spare: ascending ids of chunks that are held and empty.
         """
         above, length, holes = -1, 0, 0  # the lowest chunk of a run so far, and what is left of it
         for chunk in reversed(spare):

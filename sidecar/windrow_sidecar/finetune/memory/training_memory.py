@@ -1,4 +1,4 @@
-"""What a running job asks of its memory: the protocol, and the memory of a device of its own."""
+"""Memory of a running job: the protocol, and its implementation on a device of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TrainingMemory(Protocol):
         """Follow what was lent and what is asked back; the group on its way may be moved."""
 
     def starving(self, tasklet: Tasklet) -> bool:
-        """Whether there is no room for that tasklet."""
+        """Return whether there is no room for that tasklet."""
 
     def offload(self) -> None:
         """Leave device memory to others: the job's state goes to the host. Twice is once."""
@@ -60,12 +60,12 @@ class OwnMemory:
         self._activation_budget = activation_budget
 
     def settle(self) -> None:
-        """Form the next group anew where less is free than when it was formed."""
+        """Form the next group again where less is free than when it was formed."""
         if self._activation_budget is not None:
             replan_if_short(self._stream, self._activation_budget)
 
     def starving(self, tasklet: Tasklet) -> bool:
-        """Never.
+        """Return False always.
 
         Raises:
             MemoryError: the group that is about to begin, made as small as may be, does not fit.

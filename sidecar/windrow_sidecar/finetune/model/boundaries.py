@@ -34,7 +34,7 @@ class TorchBoundaries:
     """Boundary activations in torch's own memory; whole ones are kept without a copy."""
 
     def expect(self, micro_batches: int, tokens: int) -> None:
-        """Nothing is laid out ahead."""
+        """Do nothing: nothing is laid out ahead."""
         del micro_batches, tokens
 
     def place(self, hidden: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class TorchBoundaries:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def clear(self) -> None:
-        """Nothing is kept here."""
+        """Do nothing: nothing is kept here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Activations:
         ids: [rows, width], int64.
         calls: of each layer.
         inputs: [rows, width, hidden] that layer l reads; the last is the output of the last layer.
-        prefix: what stands before the first token, where the adapter is a prefix.
+        prefix: what precedes the first token, where the adapter is a prefix.
         graphs: of each layer, the windows that have run and not been run back, left to right.
         key_values: of each layer that runs in windows.
         gradient: [rows, width, hidden]: at each token, with respect to the output of the layer that

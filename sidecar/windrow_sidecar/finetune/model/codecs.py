@@ -24,7 +24,7 @@ Decode = Callable[[Sequence[Tensor], Tensor, tuple[int, int]], None]
 
 @dataclass(frozen=True, slots=True)
 class WeightCodec:
-    """How the numbers of a weight are made of its parts.
+    """Codec by which a weight's numbers are made of its parts.
 
     Attributes:
         name: of the codec.

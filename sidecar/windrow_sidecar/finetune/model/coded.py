@@ -51,12 +51,12 @@ class CodedTensor:
 
     @property
     def n_bytes(self) -> int:
-        """Of its parts."""
+        """Bytes of its parts."""
         return sum(part.nbytes for part in self.parts.values())
 
     @property
     def model_shape(self) -> tuple[int, ...]:
-        """Of the parameter that it stands for."""
+        """Shape of the model's parameter."""
         *first, rows, columns = self.shape
         return (*first, columns, rows) if self.is_transposed else self.shape
 
@@ -258,7 +258,7 @@ class CodedLinear(nn.Linear):
 
     @property
     def elements(self) -> int:
-        """How many numbers its codes stand for."""
+        """Count of the numbers that its codes hold."""
         return self.in_features * self.out_features
 
     def numbers(self) -> Iterator[Tensor]:
@@ -316,7 +316,7 @@ class CodedExperts(nn.Module):
 
     @property
     def elements(self) -> int:
-        """How many numbers their codes stand for."""
+        """Count of the numbers that their codes hold."""
         return sum(self.num_experts * rows * cols for rows, cols, *_ in self._layouts.values())
 
     def numbers(self) -> Iterator[Tensor]:

@@ -51,18 +51,18 @@ _PROBE = 6
 
 
 class DecoderStack:
-    """The decoder layers of a causal language model, each callable by itself.
+    """The decoder layers of a causal language model, each callable alone.
 
     Attributes:
         probe: ids with which the model was asked for its structure: [1, tokens].
         device: where it computes.
         returned: by a layer (see `what_layers_return`).
-        norm: what stands between the last layer and the head.
+        norm: modules between the last layer and the head.
         answer: the type of what the decoder returns.
         drops_embeddings: whether units of what the first layer reads are dropped in training.
-        own_dropout: whether its layers drop units by themselves, besides the adapter.
+        own_dropout: whether its layers drop units, besides the adapter.
         windows_refused: why its layers cannot run on windows of tokens; "" if they can.
-        prefix_refused: why nothing can stand before a row's first token; "" if it can.
+        prefix_refused: why nothing can precede a row's first token; "" if it can.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class DecoderStack:
         torch draws. `longest`: tokens of the longest of all rows that belong together, of which
         these may be some.
 
-        No attention mask is made of the padding: behind a causal mask a real token never sees what
-        stands to its right, and padded positions have no label.
+        No attention mask is made of the padding: behind a causal mask a real token never sees those
+        to its right, and padded positions have no label.
         """
         before = prefix.tokens if prefix else 0
         key = (*ids.shape, before, longest if self._follows_longest else 0)

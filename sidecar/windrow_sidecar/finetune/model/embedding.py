@@ -1,8 +1,7 @@
 """Dropout of embeddings that drops the same units however a step is cut into tasklets.
 
-A model that drops units of its embeddings does so by itself, with torch's random numbers, where a
-resumed or repeated step would draw others. Here a unit's fate is the token's (see
-`windows.dropout`).
+A model that drops units of its embeddings uses torch's random numbers, where a resumed or repeated
+step would draw others. Here a unit's fate is the token's (see `windows.dropout`).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ class KeyValues:
 
     Args:
         width: tokens of a row.
-        prefix: keys and values that stand before the first token, [rows, kv_heads, prefix, head];
-            they collect their gradient by themselves (leaves). None: nothing does.
+        prefix: keys and values ahead of the first token, [rows, kv_heads, prefix, head];
+            they are leaves and collect their gradient. None: nothing does.
     """
 
     def __init__(self, width: int, prefix: tuple[Tensor, Tensor] | None = None) -> None:
@@ -35,7 +35,7 @@ class KeyValues:
 
     @property
     def bytes_per_token(self) -> tuple[int, int]:
-        """Of the cache, and of the sums once there are any: each has the whole row's width."""
+        """Bytes a token of the cache, and of the sums once there are any: of the whole width."""
         assert self._cache is not None
         places = self._cache[0].shape[0] * self._cache[0].shape[2]
         elements = sum(cache.numel() for cache in self._cache) // places

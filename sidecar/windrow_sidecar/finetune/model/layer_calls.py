@@ -29,7 +29,7 @@ class LayerCall:
 
 
 class UnknownMask(Exception):
-    """An argument whose token dimension cannot be told, so that it cannot be sliced."""
+    """Argument whose token dimension is unknown, so that it cannot be sliced."""
 
 
 def token_dims(narrow: LayerCall, wide: LayerCall) -> TokenDims:

@@ -1,4 +1,4 @@
-"""Where the frozen base model comes from: decode's own weights where they are the same, or a file.
+"""Loading of the frozen base model: decode's own weights where they are the same, or a file.
 
 Shared weights are mapped read-only and become the parameters themselves; nothing is copied.
 """
@@ -72,7 +72,7 @@ class ModelSilent(Transient):
 
 
 class NoTemporaryDirectory(WindrowError):
-    """Nothing temporary can be written here, which libraries do as they are loaded."""
+    """Error of a worker that can write no temporary file, which libraries do as they are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +89,26 @@ class BaseModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """Dtype of activations."""
         weight: Tensor = self.model.get_input_embeddings().weight  # type: ignore[operator]
         return weight.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedWeights:
-    """What decode exported: a manifest and the bytes (uint8, read-only)."""
+    """Weights that decode exported: a manifest and the bytes (uint8, read-only)."""
 
     manifest: dict[str, Any]
     storage: Tensor
 
     @property
     def fingerprint(self) -> str:
-        """Of the model that decode serves."""
+        """Fingerprint of the model that decode serves."""
         return str(self.manifest["fingerprint"])
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights; of the widest where they differ."""
+        """Dtype of the weights; of the widest where they differ."""
         found = {getattr(torch, at["dtype"]) for at in self.manifest["tensors"].values()}
         widest: torch.dtype = max(found, key=lambda dtype: dtype.itemsize)
         return widest
@@ -417,7 +417,7 @@ def _windowed(
 
 
 def _wanted_bytes(directory: Path, form: WeightForm) -> float:
-    """What the whole model takes."""
+    """Return the bytes that the whole model takes."""
     config = json.loads((directory / "config.json").read_text())
     stored = {"float32": 4, "float64": 8}.get(config.get("dtype", config.get("torch_dtype")), 2)
     codes = weight_format(directory).consumed if form.quantization == "none" else set()
@@ -431,7 +431,7 @@ def _wanted_bytes(directory: Path, form: WeightForm) -> float:
 
 
 def _room_bytes(device: ComputeDevice) -> int:
-    """What frozen weights may take."""
+    """Return the bytes that frozen weights may take."""
     if device.torch.type != "cpu":
         return int(WEIGHTS_SHARE * device.free_bytes())
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -478,7 +478,7 @@ def _is_adapter(path: Path) -> UserError:
 
 @contextmanager
 def _told_as_unusable(what: str, remedy: str = MODEL_REMEDY) -> Iterator[None]:
-    """Tell whatever libraries raise while they read `what` as an error of whoever named it.
+    """Turn whatever libraries raise while they read `what` into a UserError for who named it.
 
     They raise anything: ImportError for a quantisation, KeyError for an activation, zero division.
 

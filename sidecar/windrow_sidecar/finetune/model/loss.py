@@ -87,7 +87,7 @@ class Head:
             hidden: [rows, tokens, hidden], output of the last layer.
             targets: [rows, tokens], int64, on the host: what follows each token; -100: ignored.
             labels_in_batch: by which the batch's loss is divided, over all its micro-batches.
-            dropout: told which of the tokens run, where it stands at all of them.
+            dropout: receives which of the tokens run, where it is set for all of them.
         """
         at, labels = _labelled(targets, hidden.device)
         rows, places = hidden.detach()[at], at[0] * targets.shape[1] + at[1]

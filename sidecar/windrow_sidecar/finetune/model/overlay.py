@@ -23,7 +23,7 @@ def build_over(
     """Return the causal language model of a transformers configuration, in `dtype`.
 
     It is built over stand-ins of one element, since transformers would bring a device's tensors to
-    the host; then each parameter takes over what it stands for, wherever that lies.
+    the host; then each parameter takes over its real tensor, wherever that is.
 
     Args:
         tensors: by parameter, [...] in the parameter's shape; used as they lie, never copied. A

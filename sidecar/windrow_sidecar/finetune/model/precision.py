@@ -37,7 +37,7 @@ class WeightForm:
 
     @property
     def bytes_per_weight(self) -> float:
-        """In memory."""
+        """Bytes of a weight in memory."""
         return _QUANTISED_BYTES.get(self.quantization, self.dtype.itemsize)
 
     def config(self) -> Any:  # noqa: ANN401 - transformers' or None

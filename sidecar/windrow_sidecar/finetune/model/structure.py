@@ -76,8 +76,8 @@ def find_norm(
 ) -> tuple[nn.Module, type[Any]]:
     """Return the module between the last layer and the head, and the decoder's output type.
 
-    A norm, as a rule; an identity where nothing stands there, and several modules as a chain of
-    them. The decoder may give what comes out another shape. `probe`: token ids, int64 [1, tokens].
+    A norm, as a rule; an identity where there is none, and several modules as a chain of them. The
+    decoder may give what comes out another shape. `probe`: token ids, int64 [1, tokens].
 
     Raises:
         UserError: there is more than such modules.

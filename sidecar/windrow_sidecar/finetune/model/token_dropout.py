@@ -41,7 +41,7 @@ class DropoutKeys:
     ) -> None:
         """Say which tokens of which rows run next; `packed`: their lengths in one line.
 
-        A token drops the same units wherever its row stands.
+        Note the tokens: each drops the same units wherever its row is.
         """
         at = (seed, step, tuple(rows), window, tuple(packed))
         if at != self._at:

@@ -2,7 +2,7 @@
 
 On the host the thread reads them into their places, without the interpreter's lock, so that layers
 compute meanwhile. On a GPU it queues copies from pinned host memory on a stream of their own: they
-begin behind the last user of their place, and whoever needs a layer has the device wait for it.
+begin behind the last user of their place, and a user of a layer has the device wait for it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Transfer:
     error: Exception | None = None
 
     def wait(self) -> None:
-        """Until all of it is queued; on the host it is there then.
+        """Wait until all of it is queued; on the host it is there then.
 
         Raises:
             OSError: a file could not be read.
@@ -134,7 +134,7 @@ class Copier:
 
     @property
     def bytes_per_s(self) -> float:
-        """How fast copies have been so far, or may be if that is slower; 0: there were none."""
+        """Speed of copies so far, or a lower one if that may be; 0: there were none."""
         measured = self._copied_bytes / self.seconds if self.seconds else 0.0
         limit = self._limit.bytes_per_s
         return measured if limit is None else min(measured, limit)
@@ -194,7 +194,7 @@ class Copier:
             self._copied_bytes += n_bytes
 
     def _queue_part(self, transfer: Transfer, part: Part) -> None:
-        """From a host copy, a piece behind the one before; no more than two are under way."""
+        """Queue a part from a host copy behind the one before; at most two are under way."""
         flat = part.target.view(-1)
         step = PIECE_BYTES_ON_GPU // flat.dtype.itemsize
         before: _Queued | None = None
@@ -238,7 +238,7 @@ class StagedPiece:
 
     @property
     def n_bytes(self) -> int:
-        """In the type that is asked for."""
+        """Bytes in the type that is asked for."""
         return self.n * self.dtype.itemsize
 
 
@@ -260,7 +260,7 @@ class Staging:
 
     @property
     def kept_bytes(self) -> int:
-        """Of copies that need not be read again."""
+        """Bytes of copies that need not be read again."""
         return sum(kept.nbytes for kept in self._kept.values())
 
     def bytes_of(self, piece: StagedPiece, largest: int) -> Tensor:

@@ -26,13 +26,13 @@ MakeSlot = Callable[[int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The frozen parameters of one layer and where each lies in a file."""
+    """Frozen parameters of one layer, and the place of each in a file."""
 
     parameters: tuple[tuple[nn.Parameter, Stored], ...]
 
     @property
     def n_bytes(self) -> int:
-        """In memory, each parameter aligned."""
+        """Bytes in memory, each parameter aligned."""
         return sum(_aligned(_bytes_of(parameter)) for parameter, _ in self.parameters)
 
     def attach(self, slot: Tensor) -> list[Part]:
@@ -50,7 +50,7 @@ class LayerWeights:
         return parts
 
     def detach(self) -> None:
-        """Leave only the shapes: whoever computes with them gets NaN, and does not go unnoticed."""
+        """Leave only the shapes: computing with them gives NaN, and does not go unnoticed."""
         for parameter, _ in self.parameters:
             parameter.data = absent(tuple(parameter.shape), parameter.dtype, parameter.device)
 
@@ -71,7 +71,7 @@ class Moved:
 
 
 class FrozenLayers:
-    """At most `capacity` frozen layers in memory, prefetched in the order of their visits.
+    """Cache of at most `capacity` frozen layers, prefetched in the order of their visits.
 
     Args:
         layers: all of the model, from the bottom.
@@ -100,7 +100,7 @@ class FrozenLayers:
 
     @property
     def capacity(self) -> int:
-        """How many layers may be in memory."""
+        """Layers that may be in memory."""
         return self._capacity
 
     @property
@@ -110,17 +110,17 @@ class FrozenLayers:
 
     @property
     def slots(self) -> int:
-        """For how many layers memory is held."""
+        """Layers for which memory is held."""
         return len(self._slots) + len(self._free)
 
     @property
     def all_fit(self) -> bool:
-        """Whether no layer has to leave for another."""
+        """True where no layer has to leave for another."""
         return self._capacity >= len(self._layers)
 
     @property
     def bytes_per_s(self) -> float:
-        """How fast layers come (see `Copier.bytes_per_s`)."""
+        """Speed at which layers come (see `Copier.bytes_per_s`)."""
         return self._copier.bytes_per_s
 
     @property
@@ -159,8 +159,8 @@ class FrozenLayers:
     def remove(self, slot: Tensor) -> None:
         """Use no more what `add` was given, uint8 [slot_bytes]; to be called between tasklets.
 
-        The layer in it is dropped, wherever it stands in the schedule, and nothing moves there any
-        more once this is back.
+        The layer in it is dropped, wherever it is in the schedule, and nothing moves there any more
+        once this is back.
         """
         for layer in [layer for layer, held in self._slots.items() if held is slot]:
             self._evict(layer)

@@ -21,10 +21,10 @@ class Home(Protocol):
     """The memory that a job's tensors live in while it trains; offloaded ones are on the host."""
 
     def out(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` [...] as it lies on the host, valid after `settle`."""
+        """Return `tensor` [...] as it is on the host, valid after `settle`."""
 
     def back(self, tensor: Tensor) -> Tensor:
-        """Return what `out` returned, [...], as it lies at home, valid after `settle`."""
+        """Return what `out` returned, [...], as it is at home, valid after `settle`."""
 
     def settle(self) -> None:
         """Wait until all copies are there."""
@@ -42,7 +42,7 @@ class HostHome:
         return tensor
 
     def settle(self) -> None:
-        """Nothing is copied."""
+        """Do nothing: nothing is copied."""
 
 
 class DeviceHome:
@@ -69,11 +69,11 @@ class DeviceHome:
 
 
 class Offloadable(Protocol):
-    """What owns tensors that can be offloaded (see `stream.TaskletStream`)."""
+    """Owner of tensors that can be offloaded (see `stream.TaskletStream`)."""
 
     @property
     def device(self) -> torch.device:
-        """Where it trains, or lies."""
+        """Device on which it trains, or is stored."""
 
     def offload(self, home: Home, room_bytes: int) -> None:
         """Leave the device, with at most `room_bytes` for activations on the host."""

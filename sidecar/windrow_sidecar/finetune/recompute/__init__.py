@@ -1,1 +1,1 @@
-"""What a layer keeps of its forward, and what backward computes again."""
+"""Tensors that a layer keeps of its forward, and those that backward computes again."""

@@ -103,7 +103,7 @@ class ActivationBudget:
 
     @property
     def held_bytes_per_token(self) -> int:
-        """What a layer that has run up on whole rows holds of each token until it has run back."""
+        """Bytes a token that a layer holds from its run up on whole rows to its run back."""
         whole, budget = self._memory_model.graph, self._planned.bytes_per_token
         graph = whole if budget is None else min(whole, budget)
         cached = self._memory_model.key_values if self._has_prefix else 0
@@ -111,19 +111,19 @@ class ActivationBudget:
 
     @property
     def window_bytes_per_token(self) -> int:
-        """What one that has run up in windows holds besides: behind a prefix, whole rows do too."""
+        """Bytes a token that a run up in windows, or of whole rows behind a prefix, adds."""
         return 0 if self._has_prefix else round(self._memory_model.key_values)
 
     def parts(self, tokens: int) -> dict[str, int]:
-        """Of what a group of so many padded tokens takes at its peak: how many bytes of which."""
+        """Return the bytes by part that a group of so many padded tokens takes at its peak."""
         return self._memory_model.parts(tokens)
 
     def peak_bytes(self, tokens: int) -> int:
-        """What a group of so many padded tokens takes at its peak, nothing given up."""
+        """Return the peak bytes of a group of so many padded tokens, nothing given up."""
         return self._memory_model.peak_bytes(tokens)
 
     def fits(self, tokens: int, beside: int = 0) -> bool:
-        """Whether such a group fits now, with the least that must be kept, and `beside` bytes."""
+        """Return whether such a group fits now, with the least that is kept and `beside` bytes."""
         needed = self._memory_model.least_bytes(tokens) + beside
         if needed <= self._free_bytes():
             return True
@@ -190,7 +190,7 @@ def _check(memory_model: MemoryModel, longest: int, free_bytes: int) -> None:
 def _graph_bytes(stack: DecoderStack, planned: PlannedLayers, longest: int) -> float:
     """Return the bytes a token that autograd saves in one layer: the kind that saves most.
 
-    Measured on paper on the longest row; a layer that cannot be told on paper (a mixture of
+    Measured on paper on the longest row; a layer that cannot be measured on paper (a mixture of
     experts) runs on the few tokens of the probe.
     """
     at = stack.begin(torch.zeros(1, longest, dtype=torch.int64, device=stack.probe.device))

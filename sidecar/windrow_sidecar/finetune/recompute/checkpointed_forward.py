@@ -20,9 +20,9 @@ from windrow_sidecar.finetune.recompute.recording import OpCall, Ref, layer_tens
 class CheckpointedForward:
     """The saved tensors of one layer between its forward and the end of its backward.
 
-    A forward that does not show the tensors that the plan expects (a mixture of experts that
-    routes otherwise, a kernel chosen anew) is run a second time as a whole in its backward: slower,
-    never wrong.
+    A forward that does not show the tensors that the plan expects (a mixture of experts that routes
+    otherwise, a kernel that was chosen again) is run a second time as a whole in its backward:
+    slower, never wrong.
 
     Args:
         layer, args, kwargs: the call. Weights are looked up when they are needed: they may be
@@ -52,12 +52,12 @@ class CheckpointedForward:
 
     @property
     def misfit(self) -> bool:
-        """Whether the forward was another one than the plan's."""
+        """True where the forward differed from the plan's."""
         return self._recompute_plan is not None and not self._fits
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept now, storages counted once."""
+        """Bytes that are kept now, storages counted once."""
         storages = {t.untyped_storage()._cdata: t for t in self._values.values()}
         return sum(t.untyped_storage().nbytes() for t in storages.values())
 

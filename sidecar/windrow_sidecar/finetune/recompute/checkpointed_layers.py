@@ -74,14 +74,14 @@ class PlannedLayers:
             self._likeness[layer] = layer
 
     def backward(self, layer: int) -> AbstractContextManager[None]:
-        """Nothing is left to do: autograd asks for what it needs."""
+        """Return an empty context: autograd asks for what it needs."""
         del layer
         return nullcontext()
 
     def recording(
         self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Recording | None:
-        """Return what the layer computes in a call of that kind; None: it cannot be told."""
+        """Return what the layer computes in a call of that kind; None: it is unknown."""
         call = _call_key(args, kwargs)
         if layer not in self._likeness:
             found = self._record(layer, args, kwargs)

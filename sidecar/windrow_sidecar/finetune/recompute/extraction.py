@@ -1,8 +1,8 @@
 """Extract the values that a plan keeps from the tensors that autograd saves.
 
 Autograd saves more than it names: a fp32 copy of a bf16 tensor holds just that tensor, a chunk's
-storage holds the whole. So each saved tensor stands for every value from which it was made by
-widening casts and views; and a ReLU's result stands for its signs.
+storage holds the whole. So each saved tensor represents every value from which it was made by
+widening casts and views; and a ReLU's result represents its signs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TensorLayout:
         return cls(storage, int(tensor.storage_offset()), size, stride, tensor.dtype)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor [...] of another run is laid out alike, in whatever storage."""
+        """Return whether a tensor [...] of another run is laid out alike, in whatever storage."""
         return (
             self.dtype == tensor.dtype
             and self.size == tuple(tensor.shape)
@@ -55,7 +55,7 @@ class TensorLayout:
 
     @property
     def elements(self) -> int:
-        """How many."""
+        """Number of elements."""
         return torch.Size(self.size).numel()
 
 
@@ -110,7 +110,7 @@ def _bit_weights(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Extractor:
-    """How to get a value from the tensor at `position` among those that autograd saves."""
+    """Way to get a value from the tensor at `position` among those that autograd saves."""
 
     position: int
     steps: tuple[As | Narrow | Signs, ...]

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 
 class OpKind(Enum):
-    """Whether and how an operation can run a second time."""
+    """Kind of an operation: whether and how it can run a second time."""
 
     VIEW = "view"  # nothing: the same bytes under another shape
     CHEAP = "cheap"  # elementwise work, reductions, copies: bound by memory bandwidth
@@ -54,7 +54,7 @@ class LayerGraph:
     needs: tuple[int, ...]
 
     def producers(self) -> dict[int, int]:
-        """Which operation makes a value."""
+        """Return the operation that makes each value."""
         return {value: i for i, op in enumerate(self.ops) for value in op.outputs}
 
     def replayed(self, kept: Iterable[int]) -> frozenset[int]:

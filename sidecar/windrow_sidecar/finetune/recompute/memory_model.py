@@ -13,13 +13,13 @@ class MemoryModel:
         layers: of the model.
         graph: of one layer, measured on the longest row.
         graphs: how many live at the same time, from the last forward to the first backward: those
-            of all layers, or the one that a backward makes anew.
-        boundary: of the activation between two layers, where it lies in the worker's own memory.
+            of all layers, or the one that a backward remakes.
+        boundary: of the activation between two layers, where it is in the worker's own memory.
         key_values: of one layer's cache of keys and values, where rows may run in windows. All
             layers' live as their graphs do, and no budget makes them fewer.
         key_value_sums: of their gradients in fp32, of the one layer that runs back.
-        ends: of what is there once, whoever holds boundaries: what the first layer reads, and the
-            gradient on its way down.
+        ends: of what is there once, independent of who holds boundaries: what the first layer
+            reads, and the gradient on its way down.
         state_bytes: in all, of gradients, their sums and the optimizer's moments.
     """
 
@@ -33,7 +33,7 @@ class MemoryModel:
     state_bytes: int = 0
 
     def parts(self, tokens: int) -> dict[str, int]:
-        """Of what a group of so many padded tokens takes at its peak: how many bytes of which."""
+        """Return the bytes by part that a group of so many padded tokens takes at its peak."""
         return {
             "graphs": int(self.graphs * tokens * self.graph),
             "boundaries": int(tokens * (self.layers * self.boundary + self.ends)),
@@ -47,7 +47,7 @@ class MemoryModel:
         return sum(self.parts(tokens).values())
 
     def least_bytes(self, tokens: int) -> int:
-        """The same where graphs are given up but one layer's, which its backward makes anew."""
+        """The same where graphs are given up but one layer's, which its backward remakes."""
         return self._beside_graphs(tokens) + int(tokens * self.graph)
 
     def most_tokens(self, room_bytes: int) -> int:
@@ -58,8 +58,8 @@ class MemoryModel:
     def within(self, tokens: int, room_bytes: int) -> float | None:
         """Return what one layer may keep of each token of such a group; None: all, it fits.
 
-        One layer's graph is always whole, since a backward may make its own anew; 0 where that
-        leaves nothing for the others.
+        One layer's graph is always whole, since a backward may remake its own; 0 where that leaves
+        nothing for the others.
         """
         if self.peak_bytes(tokens) <= room_bytes:
             return None

@@ -80,7 +80,7 @@ def smallest(graph: LayerGraph, *, gemm_again: bool = False) -> KeepPlan:
 
 
 def largest(graph: LayerGraph) -> KeepPlan:
-    """Return the plan that computes nothing again, as autograd does by itself."""
+    """Return the plan that computes nothing again, as autograd does by default."""
     return plan_at(graph, _DEAREST, gemm_again=False)
 
 

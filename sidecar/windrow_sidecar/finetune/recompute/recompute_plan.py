@@ -12,7 +12,7 @@ from windrow_sidecar.finetune.recompute.recording import Recording
 
 @dataclass(frozen=True, slots=True)
 class RecomputePlan:
-    """What each forward and backward of layers of one kind keeps and computes again.
+    """Plan of what each forward and backward of layers of one kind keeps and computes again.
 
     Attributes:
         recording: how to run operations again.

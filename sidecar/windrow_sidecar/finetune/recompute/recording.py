@@ -255,7 +255,7 @@ class _Scribe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._known[layout]
 
     def _forget_storage(self, tensor: Tensor) -> None:
-        """What was seen of this storage is no more: later uses mean the new content."""
+        """Forget this storage: later uses mean the new content."""
         storage = TensorLayout.of(tensor).storage
         self._known = {layout: v for layout, v in self._known.items() if layout.storage != storage}
 
@@ -274,7 +274,7 @@ class _Scribe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._point, OpKind.CHEAP
 
     def _add_signs(self, out: Tensor) -> dict[int, int]:
-        """Of results that only a ReLU's backward reads, one bit an element is enough."""
+        """Return results that only a ReLU's backward reads: one bit an element is enough."""
         signs: dict[int, int] = {}
         for position in self._read_by_relu(out):
             value = self._needs[position]

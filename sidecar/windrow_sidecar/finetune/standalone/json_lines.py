@@ -78,7 +78,7 @@ class LineReporter:
         self._lines.write(job=self._job, event=asdict(event))
 
     def take_command(self) -> Action | None:
-        """Nobody asks for anything."""
+        """Return None: there is no controller."""
         return None
 
     def _run(self) -> None:

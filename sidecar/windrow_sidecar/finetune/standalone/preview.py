@@ -134,7 +134,7 @@ class Preview:
         }
 
     def _bytes(self, tasklet: Tasklet) -> int:
-        """How many bytes more are held after the tasklet than before."""
+        """Return how many bytes more are held after the tasklet than before."""
         a_token = self._boundary_bytes + self._saved
         if tasklet.is_window:
             a_token += self.session.activation_budget.window_bytes_per_token

@@ -48,7 +48,7 @@ def run_together(options: argparse.Namespace) -> int:
     """Run the jobs that `--job` names to their end; returns an `Ending`.
 
     Raises:
-        UserError: a manifest cannot be read, or two jobs cannot be told apart.
+        UserError: a manifest cannot be read, or two jobs are indistinguishable.
     """
     device = find_device(options.device)
     units = take_units(device, options.units)
@@ -88,7 +88,7 @@ class Together:
         log_dir: of the event logs; None: in each job's folder.
         device: that computes.
         parent: the process with whose end they stop; 0: there is none.
-        anew: whether what earlier runs left in a bucket is forgotten.
+        anew: True forgets what earlier runs left in a bucket.
     """
 
     def __init__(

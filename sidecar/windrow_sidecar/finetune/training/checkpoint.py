@@ -52,7 +52,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether something could not be written for want of room."""
+    """Return whether something could not be written for want of room."""
     return isinstance(error, OSError) and error.errno in _FULL
 
 
@@ -100,7 +100,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a job came to, for a worker that is started again since nobody heard of the end."""
+    """Outcome of a job, for a worker that is started again because the end was not reported."""
 
     step: int
     tokens: int
@@ -173,7 +173,7 @@ class JobFolder:
         A worker whose parent is gone writes its last checkpoint: it is waited for.
 
         Args:
-            waits_for: is told for whom, where it has to wait.
+            waits_for: called with the holder, where it has to wait.
             alive: called now and then while it waits.
 
         Raises:
@@ -291,13 +291,13 @@ class JobFolder:
     ) -> str:
         """Write a checkpoint and forget all but the newest `keep`. Returns its path.
 
-        Those of later positions go as well: the job has gone on from before them, since they could
-        not be read. `tensors`: [...] each, of any device; no two may share memory, and none may
-        change meanwhile.
+        Checkpoints of later positions are deleted as well: they could
+        not be read, so the job resumed before them. `tensors`: [...] each, of any device; no two
+        may share memory, and none may change meanwhile.
 
         Raises:
             Fenced: see `writing`.
-            OSError: it could not be written; what was there stands.
+            OSError: it could not be written; what was there remains.
         """
         from safetensors.torch import save_file
 
@@ -489,7 +489,7 @@ def read_checkpoint(folder: Path, job_uid: str) -> Checkpoint:
 
 
 def _job_of(checkpoint: str) -> str:
-    """Return the job's folder that a checkpoint lies in."""
+    """Return the job's folder that holds a checkpoint."""
     return posixpath.dirname(posixpath.dirname(checkpoint))
 
 
@@ -544,7 +544,7 @@ def held(folder: Path) -> Iterator[Path]:
 
 
 def _read(path: Path) -> bytes:
-    """Return what stands in a file that is not reached by a link.
+    """Return the content of a file that is not reached by a link.
 
     Raises:
         OSError: ELOOP where it is.

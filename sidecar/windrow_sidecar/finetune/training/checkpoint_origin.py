@@ -118,7 +118,7 @@ class Origin:
         return told
 
     def _reads_otherwise(self, wanted: Origin) -> bool:
-        """Whether an earlier version wrote this, which made other tokens of the same rows."""
+        """Return whether an earlier version wrote this, with other tokens of the same rows."""
         other = bool(self.rows) and self.rows != wanted.rows
         return other and self.reading < wanted.reading and bool(wanted.unlike_before)
 

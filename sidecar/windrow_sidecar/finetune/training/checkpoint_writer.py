@@ -29,8 +29,8 @@ class CheckpointWriter:
         folder: the job's, claimed.
         origin: what the job is made of.
         keep: how many checkpoints stay.
-        saved: told of each, on the thread that calls `settle` or `finish`.
-        failed: told, on the same thread, of the step and the error of one that was not written.
+        saved: called with each, on the thread that calls `settle` or `finish`.
+        failed: called, on the same thread, with the step and the error of one that was not written.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class CheckpointWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether one is on its way, as of the last `settle`."""
+        """True where one is on its way, as of the last `settle`."""
         return self._writing is not None
 
     def begin(self, position: Position, snapshot: TensorSnapshot) -> None:
@@ -65,7 +65,7 @@ class CheckpointWriter:
     def settle(self, *, wait: bool = False) -> None:
         """Tell of what has become whole, or could not be written.
 
-        Then the one before stands, and the job can go on: more work is lost by ending it.
+        Then the one before remains, and the job can go on: more work is lost by ending it.
 
         Raises:
             Fenced: another worker has the job.

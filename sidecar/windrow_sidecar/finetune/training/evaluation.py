@@ -1,4 +1,4 @@
-"""When a job is evaluated between steps, when it stops early, and how rows are packed."""
+"""Times of a job's evaluations, its early stop, and the packing of rows."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Judged:
 
     @property
     def is_best(self) -> bool:
-        """Whether the last one was the best."""
+        """True where the last one was the best."""
         return self.best_loss is not None and self.since_best == 0
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPolicy:
-    """When to evaluate and to stop early, and how rows form micro-batches.
+    """Policy on when to evaluate and to stop early, and how rows form micro-batches.
 
     Attributes:
         packed: rows of a micro-batch stand one after the other.
@@ -54,7 +54,7 @@ class EvaluationPolicy:
         )
 
     def judges(self, step: int, *, of: int) -> bool:
-        """Whether there is an evaluation once `step` steps are done, of `of`.
+        """Return whether there is an evaluation once `step` steps are done, of `of`.
 
         Where the best adapter is kept, the last one is judged as well.
         """
@@ -71,7 +71,7 @@ class EvaluationPolicy:
         return Judged(step, before.best_loss, before.since_best + 1, before.best_step)
 
     def ends(self, judged: Judged) -> bool:
-        """Whether the job ends before its last step."""
+        """Return whether the job ends before its last step."""
         return 0 < self.patience <= judged.since_best
 
     def told(self, judged: Judged, step: int, *, of: int) -> str:

@@ -16,7 +16,7 @@ from windrow.errors import WindrowError
 
 
 class Unhealthy(WindrowError):
-    """Training has diverged or hangs; the last checkpoint stands."""
+    """Training has diverged or hangs; the last checkpoint remains."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         self.reason = reason
@@ -74,7 +74,7 @@ LAST_CHECKPOINT = "the last checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """Something that runs: since when, how much of the time before did not count, how long it may.
+    """Running work: its begin, the time before that did not count, and its limit.
 
     All times are seconds.
     """
@@ -130,7 +130,7 @@ class StallWatch:
         self._closing = threading.Event()
 
     def begin(self, what: str = "a tasklet", after_s: float | None = None) -> None:
-        """Something runs from now; `after_s`: how long it may."""
+        """Note that work begins now; `after_s`: how long it may take."""
         after_s = self._after_s if after_s is None else after_s
         self._begun = _Begun(self._clock(), self._lost_s, what, after_s)
 
@@ -142,13 +142,13 @@ class StallWatch:
         self.begin(after_s=after_s)
 
     def renew(self) -> None:
-        """It is getting on: its time begins anew."""
+        """Restart its time: it makes progress."""
         if (begun := self._begun) is not None:
             self._begun = replace(begun, at_s=self._clock(), lost_s=self._lost_s)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """What runs waits inside for decode; afterwards its time begins anew."""
+        """Exclude the time in which running work waits for decode; its time restarts afterwards."""
         begun, self._begun = self._begun, None
         yield
         if begun is not None:
@@ -164,7 +164,7 @@ class StallWatch:
             self.end()
 
     def end(self) -> None:
-        """It has ended."""
+        """Note that it has ended."""
         self._begun = None
 
     def stalled(self) -> Unhealthy | None:

@@ -1,4 +1,4 @@
-"""How a step changes the adapter: AdamW with a schedule, over the gradients of micro-batches."""
+"""Optimizer step of the adapter: AdamW with a schedule, over the gradients of micro-batches."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AdapterOptimizer:
 
     @property
     def device(self) -> torch.device:
-        """Where the adapter is now."""
+        """Device on which the adapter is now."""
         return self._parameters[0].device
 
     def commit(self) -> None:
@@ -137,7 +137,7 @@ class AdapterOptimizer:
             self._snapshot.copy(kinds)
 
     def load(self, held: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` returned, [...] each, wherever it lies; copied to the adapter.
+        """Take over what `tensors` returned, [...] each, wherever it is; copied to the adapter.
 
         Raises:
             KeyError, RuntimeError: they belong to another adapter.

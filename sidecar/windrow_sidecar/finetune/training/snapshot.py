@@ -41,9 +41,9 @@ class Spare:
 class TensorSnapshot:
     """The values that tensors have at one moment, on the host.
 
-    A thread copies them while training goes on; whoever is about to change some of them calls
-    `copy` before, and takes part where copies are missing. Between two optimizer steps only sums
-    of gradients change, so that a step waits only where it is shorter than the copy.
+    A thread copies them while training goes on; a caller that is about to change some of them calls
+    `copy` before, and takes part where copies are missing. Between two optimizer steps only sums of
+    gradients change, so that a step waits only where it is shorter than the copy.
 
     Args:
         tensors: by `kind/name`.
@@ -67,7 +67,7 @@ class TensorSnapshot:
         return self._copied
 
     def copy(self, kinds: Collection[str]) -> None:
-        """Return when those kinds are copied, whoever copies them; then they may change."""
+        """Return when those kinds are copied, by any thread; then they may change."""
         while (claimed := self._claim(kinds)) is not None:
             self._copy(*claimed)
         with self._changed:

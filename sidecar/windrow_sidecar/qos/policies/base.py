@@ -15,7 +15,7 @@ PASSES = 3
 
 
 class Context(NamedTuple):
-    """What a policy may know besides view and offer; everything it has for a memory.
+    """Context of a policy besides view and offer; everything it has for a memory.
 
     A named tuple, since each decision makes one: a frozen dataclass takes five times as long.
 
@@ -74,22 +74,22 @@ class Policy(Protocol):
 
 
 def has_work(offer: Offer) -> bool:
-    """Whether a worker is there that could run its next tasklet."""
+    """Return whether a worker is there that could run its next tasklet."""
     return offer.job_epoch > 0 and not offer.starving
 
 
 def bound_us(view: View, ctx: Context) -> float:
-    """What a prediction must not pass, so that the step stays within the objective."""
+    """Return the bound of a prediction with which the step stays within the objective."""
     return view.objective_us / (1 + ctx.margin)
 
 
 def tasklet_us(offer: Offer, ctx: Context, units: int) -> int:
-    """How long the worker's next tasklet takes on so many units; 0: not known."""
+    """Return how long the worker's next tasklet takes on so many units; 0: not known."""
     return offer.estimates_us[ctx.levels.offered_index(units)]
 
 
 def iteration_us(offer: Offer, ctx: Context) -> float:
-    """About how long a micro-batch takes, forward and back, on the whole device; 0: not known.
+    """Return about how long a micro-batch takes on the whole device, both ways; 0: not known.
 
     From the next tasklet's layers: both sides have the same model, and all layers cost alike.
     """
@@ -118,14 +118,14 @@ def share(ctx: Context, index: int) -> Grant:
 
 
 def is_for_one_step(grant: Grant) -> bool:
-    """Whether a grant is used up by one step; any other stands until something changes."""
+    """Return whether one step uses up a grant; any other holds until something changes."""
     return bool(
         grant.budget_us or grant.n_tasklets or grant.gap_until_ns or grant.hold_admission_until_ns
     )
 
 
 def beside_us(bound: float, solo: float, beside: float) -> float:
-    """How long a worker may run beside one step so that the step takes no longer than `bound`.
+    """Return how long a worker may run beside one step that must take no longer than `bound`.
 
     A step that takes `solo` alone and `beside` with the worker at its side throughout takes
     solo + w * (1 - solo / beside) when the worker runs for w of it.

@@ -49,7 +49,7 @@ class FineInfer:
         return decode_idle(ctx)._replace(hold_admission_until_ns=hold_ns)
 
     def _hold_until_ns(self, view: View, offer: Offer, ctx: Context) -> int:
-        """When the oldest waiting request is due; 0: it is."""
+        """Return when the oldest waiting request is due; 0: it is."""
         last_us = ctx.deferral_us - view.waited_us
         switch_us: float = ctx.in_flight_bound_us
         if self._whole_iterations:
@@ -59,5 +59,5 @@ class FineInfer:
 
 
 def mid_iteration(offer: Offer) -> bool:
-    """Whether the next tasklet goes on with a micro-batch that has begun."""
+    """Return whether the next tasklet goes on with a micro-batch that has begun."""
     return not (offer.phase in (Phase.NONE, Phase.FORWARD) and offer.layer_begin == 0)

@@ -77,7 +77,7 @@ class LlmStation:
 
 
 def _that_fit(view: View, offer: Offer, ctx: Context) -> int:
-    """How many tasklets' memory is free, where the worker's tensors lie in lent chunks."""
+    """Return how many tasklets' memory is free, where the worker's tensors are in lent chunks."""
     if not (offer.held_chunks and ctx.chunk_bytes and offer.memory_delta_bytes > 0):
         return 1 << 30
     return max(0, view.free_chunks) * ctx.chunk_bytes // offer.memory_delta_bytes

@@ -18,7 +18,7 @@ class Static:
     option: ClassVar[str] = ""
 
     def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
-        """Always the same split while the worker has work."""
+        """Return the same split always, while the worker has work."""
         del view
         if not has_work(offer) or ctx.allowed == 1:
             return alone(ctx)

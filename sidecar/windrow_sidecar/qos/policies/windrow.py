@@ -9,7 +9,7 @@ It compares what the other policies do, by the worker's own speed on each number
 Where it departs from `harli.py`, and why:
 - It takes the largest feasible share of the worker instead of the largest predicted latency: the
   worker's units are what is to be gained, latency is only the price.
-- It picks at every decision, and a decision stands for 80 ms at most, so that units return to the
+- It picks at every decision, and a decision holds for 80 ms at most, so that units return to the
   worker soon after a burst; to keep a batch at the edge from switching to and fro, growing needs
   headroom, while shrinking is immediate (decode comes first).
 - Only a step beside a share throughout says what a worker costs. As long as too few have
@@ -127,7 +127,7 @@ def _largest_share(bound_us: float, ctx: Context) -> int:
 
 
 def _gap_us(budget_us: float, view: View, ctx: Context) -> float:
-    """How long the worker may run before the step; 0 where it is too short, or a prompt comes."""
+    """Return how long the worker may run before the step; 0: too short, or a prompt comes."""
     if not ctx.gaps or not ctx.idle_units or view.waiting or view.admitted_tokens:
         return 0.0
     step_us = min(budget_us / (1 + TURNS_MARGIN * ctx.margin), MOST_STRETCH * ctx.solo_us[0])
@@ -136,7 +136,7 @@ def _gap_us(budget_us: float, view: View, ctx: Context) -> float:
 
 
 def _speed(offer: Offer, ctx: Context, units: int) -> float:
-    """How fast the worker is on so many units; comparable between units of one decision.
+    """Return how fast the worker is on so many units; comparable within one decision.
 
     By its own estimates where it has one for the device and for these units, else by the units.
     """
@@ -148,7 +148,7 @@ def _speed(offer: Offer, ctx: Context, units: int) -> float:
 
 
 def _budget_us(view: View, ctx: Context) -> float:
-    """What this step may take: the objective, moved by slack or debt where requests are judged."""
+    """Return this step's budget: the objective, moved by slack or debt of judged requests."""
     objective = view.objective_us
     if not ctx.per_request:
         return objective

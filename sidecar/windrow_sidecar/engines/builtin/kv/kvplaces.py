@@ -1,6 +1,6 @@
 """Compute where pages of KV lie in an arena, in either layout and on any driver.
 
-K and V of a layer are a column each: 2l and 2l + 1. The K page of a token lies in the same row of
+K and V of a layer are a column each: 2l and 2l + 1. The K page of a token is in the same row of
 every column, so one index (the row) serves all layers. Rows follow each other by a page's slots;
 from chunk to chunk there may be a jump, hence a row per page that is not simply the page's number.
 """
@@ -29,7 +29,7 @@ class KvPlaces:
 
     @classmethod
     def of(cls, arena: Arena) -> KvPlaces:
-        """Those of an arena of this process, as decode has it mapped.
+        """Return the places of an arena of this process, as decode has it mapped.
 
         Raises:
             InvariantBroken: its columns are not evenly spaced from the arena's start.

@@ -1,6 +1,6 @@
 """Allocate KV pages inside chunks that are taken from the arena and given back.
 
-Page `p` lies in chunk `p // pages_per_chunk`. Low ids are used first, so that high chunks empty and
+Page `p` is in chunk `p // pages_per_chunk`. Low ids are used first, so that high chunks empty and
 can be lent. Knows no tensor; the arena is reached through `ChunkSource`.
 """
 

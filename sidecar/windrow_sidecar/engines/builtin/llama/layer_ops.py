@@ -16,7 +16,7 @@ from windrow_sidecar.engines.builtin.llama.rope import RotaryTable
 
 
 class Placed(NamedTuple):
-    """Where the tokens of a pass stand; int64 [n] each, and what the operations made of it."""
+    """Positions of a pass's tokens, int64 [n] each, and what the operations derived from them."""
 
     positions: torch.Tensor  # in their requests
     slots: torch.Tensor  # rows of `KvCache.key_slots[l]`
@@ -24,7 +24,7 @@ class Placed(NamedTuple):
 
 
 class LayerOps(Protocol):
-    """On one stream; every result is new memory, and every call may be captured in a graph."""
+    """Operations of a layer on one stream; each result is new memory and each call capturable."""
 
     def place(self, positions: torch.Tensor, slots: torch.Tensor) -> Placed:
         """Prepare a pass over n tokens, once for all layers; int64 [n] both, on the device."""

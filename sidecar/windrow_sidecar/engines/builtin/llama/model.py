@@ -97,7 +97,7 @@ class LlamaModel:
         return functional.linear(self._rms_norm(hidden, self._norm), self._head)
 
     def _prefill_attention(self, kv: SequenceKv, begin: int, n: int) -> Attention:
-        """Let n queries of one request, from position `begin` on, see all that stands before."""
+        """Let n queries of one request, from position `begin` on, see all earlier tokens."""
         cache, config = self.cache, self.config
         key_rows, keys, value_rows, values = cache.gathered(begin + n)
         index = cache.rows_of(kv, begin + n)

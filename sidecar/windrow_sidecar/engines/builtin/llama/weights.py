@@ -43,7 +43,7 @@ class Layout:
     dtype: torch.dtype
 
     def manifest(self, fingerprint: str) -> dict[str, Any]:
-        """What the worker reads to build the same model over the same bytes."""
+        """Return what the worker reads to build the same model over the same bytes."""
         dtype = str(self.dtype).removeprefix("torch.")
         return {
             "fingerprint": fingerprint,
@@ -94,7 +94,7 @@ def view(layout: Layout, storage: torch.Tensor, *names: str) -> torch.Tensor:
     """Return a parameter, or neighbours stacked along their first dimension, as a view.
 
     Args:
-        layout: says where each lies, and its dtype.
+        layout: says where each is, and its dtype.
         storage: uint8 [layout.n_bytes]; the result is in its memory and keeps it alive.
         names: of neighbours, in their order, alike in all but the first dimension.
     """

@@ -18,7 +18,7 @@ class PagedAttention(Protocol):
     """One query per request over the pages of its own. May be captured in a graph."""
 
     def columns(self, n_pages: int) -> int:
-        """How wide a page table it wants for requests of at most `n_pages`: not less."""
+        """Return the width of the page table that it wants for at most `n_pages`: not less."""
         ...
 
     def __call__(
@@ -27,7 +27,7 @@ class PagedAttention(Protocol):
         """Attend: q [b, heads, head_dim], scaled; returns [b, heads * head_dim].
 
         lengths [b]: tokens of each request, this step's included; table [b, columns]: rows of its
-        pages in order (int64 both). What stands beyond a request's length is never looked at.
+        pages in order (int64 both). Entries beyond a request's length are never read.
         """
         ...
 

@@ -11,7 +11,7 @@ from windrow_sidecar.engines.builtin.scheduler import EngineRequest
 
 
 class Draws(NamedTuple):
-    """How tokens are drawn for those requests of a batch that have a temperature, on the device.
+    """Sampling parameters, on the device, of the requests of a batch that have a temperature.
 
     rows [n]: theirs in the batch, int64; temperature above 0, top_p, and uniform in [0, 1) [n].
     """
@@ -26,7 +26,7 @@ def draws_of(requests: Sequence[EngineRequest], device: torch.device) -> Draws |
     """Return how tokens of these requests are drawn; None where none has a temperature.
 
     Never waits for the device: the copy is queued, from pinned memory. Called before a step is
-    launched, so that nothing stands between its logits and what draws from them.
+    launched, so that sampling can follow its logits at once.
     """
     settings = [
         # The number comes from the request's own generator, on the host: a seed gives the same

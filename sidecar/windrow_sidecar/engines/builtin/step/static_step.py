@@ -199,7 +199,7 @@ def bucket_of(buckets: Sequence[int], batch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Captures:
-    """What the graphs took at start-up."""
+    """Memory and time that capturing the graphs took at start-up."""
 
     graphs: int
     seconds: float

@@ -19,7 +19,7 @@ _MOST_SPLITS = 32
 
 
 def splits_for(programs: int, units: int) -> int:
-    """Into how many parts to cut a context, with so many (request, KV head) pairs and SMs."""
+    """Return how many parts to cut a context into, for so many (request, KV head) pairs and SMs."""
     wanted = triton.cdiv(_PROGRAMS_PER_SM * units, programs)
     return max(1, min(_MOST_SPLITS, int(triton.next_power_of_2(wanted))))
 

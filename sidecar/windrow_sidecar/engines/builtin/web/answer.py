@@ -39,7 +39,7 @@ class CompletionAnswer:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more belongs to it."""
+        """True where nothing more belongs to it."""
         return self._end is not None
 
     def add(self, piece: RequestUpdate) -> str:

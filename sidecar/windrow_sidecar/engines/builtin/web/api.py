@@ -48,7 +48,7 @@ class CompletionBody(BaseModel):
 
     @property
     def kv_arrives(self) -> bool:
-        """Whether a prefill instance sends the prompt's KV."""
+        """True where a prefill instance sends the prompt's KV."""
         return self.bootstrap_host is not None or self.bootstrap_room is not None
 
     @property

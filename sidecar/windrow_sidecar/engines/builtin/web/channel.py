@@ -30,12 +30,12 @@ class SocketChannel:
         self._outgoing = bytearray()
 
     def fileno(self) -> int:
-        """For select and event loops."""
+        """Return the descriptor, for select and event loops."""
         return self._sock.fileno()
 
     @property
     def unsent_bytes(self) -> int:
-        """What waits for the peer to read."""
+        """Bytes that wait for the peer to read."""
         return len(self._outgoing)
 
     def send(self, message: Any) -> None:  # noqa: ANN401 - any of `messages`

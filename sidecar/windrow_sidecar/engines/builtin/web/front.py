@@ -39,7 +39,7 @@ _MAX_BODY_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """What the engine tells the front on its command line, as JSON."""
+    """Settings that the engine passes to the front on its command line, as JSON."""
 
     channel_fd: int
     listen_fd: int
@@ -50,7 +50,7 @@ class FrontSettings:
     cpus: list[int]  # where it runs: away from decode's first cores
 
     def to_json(self) -> str:
-        """For the command line."""
+        """Return the settings for the command line."""
         return json.dumps({name: getattr(self, name) for name in self.__slots__})
 
 
