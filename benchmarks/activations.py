@@ -1,4 +1,4 @@
-"""What one real-size layer of a 70B model keeps between its forward and its backward, and its peak.
+"""Memory of one real-size layer of a 70B model, from its forward to its backward.
 
 The layer is a Llama's (hidden 8192, 64 heads, 8 KV heads, intermediate 28672) in bf16 with LoRA of
 rank 16 on all linears, 1,024 tokens; peft's default ran in the same run. Live bytes are followed
@@ -95,7 +95,7 @@ class Layer:
     device: ComputeDevice
 
     def gradient(self) -> Tensor:
-        """Of the output: the same one each time."""
+        """Return the gradient of the output: the same one each time."""
         drawn = torch.randn(self.hidden.shape, generator=torch.Generator().manual_seed(1))
         return drawn.bfloat16().to(self.hidden.device)
 
@@ -106,7 +106,7 @@ class Layer:
 
     @property
     def input_bytes(self) -> int:
-        """Of the boundary."""
+        """Bytes of the boundary."""
         return self.hidden.nbytes
 
 
@@ -178,7 +178,7 @@ def run_in_windows(
 ) -> ActivationRun:
     """The same on windows of `tokens`, with one cache of keys and values and its sums of gradients.
 
-    What stands above the layer (its output, where the gradient is overwritten in place) counts.
+    Memory above the layer (its output, where the gradient is overwritten in place) counts.
     """
     config = layer.module.self_attn.config  # type: ignore[union-attr]
     key_values = KeyValues(TOKENS)
@@ -241,7 +241,7 @@ def per_token_kib(n_bytes: float) -> float:
 
 
 def unpruned_bytes(shape: dict[str, int], device: ComputeDevice) -> int:
-    """What a forward keeps whose every weight wants a gradient, from its graph alone."""
+    """Return what a forward keeps if every weight wants a gradient, from its graph alone."""
     layer = make_layer(shape, device, frozen=False)
     graph = record(layer.module, (layer.hidden,), layer.kwargs).graph
     return largest(graph).kept_bytes + layer.input_bytes

@@ -49,7 +49,7 @@ def peak_bytes(steps: Sequence[Step]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a replayed trace cost.
+    """Cost of a replayed trace.
 
     Attributes:
         requests: allocations in all.

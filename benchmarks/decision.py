@@ -1,9 +1,9 @@
-"""What a decision costs: part by part in a warm interpreter, and in place, between decode steps.
+"""Cost of a decision: part by part in a warm interpreter, and in place, between decode steps.
 
 In place, matrix products and a walk through more memory than the caches hold come between any two
-decisions, as a decode step does: caches are cold then. Decided anew each time; a decision that
-stands is measured apart, and so is what two readings of the clock take there. The same decisions as
-they read in Python run beside it. Example: python -m benchmarks.decision --json /tmp/decision.json
+decisions, as a decode step does: caches are cold then. Each is decided again; a decision that
+still holds is measured separately, and so are two readings of the clock. The same decisions in
+Python run beside it. Example: python -m benchmarks.decision --json /tmp/decision.json
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _in_place(steps: int) -> list[Result]:
     """The hook and the decision inside of it, each time after what a decode step does to caches.
 
     In turns: as it runs, as it reads (the same decisions in Python), and an engine whose decision
-    stands; so what the machine does meanwhile meets all three alike.
+    still holds; so what the machine does meanwhile meets all three alike.
     """
     pollute = _decode_like()
     anew = HarvestSettings(steady_ns=0)

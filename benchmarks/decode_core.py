@@ -1,10 +1,10 @@
-"""What decode's own core has left for finetuning, and what taking it costs decode.
+"""Spare time of decode's own core for finetuning, and what taking it costs decode.
 
 A decode process on the first of two cores, under a fixed load that lets it rest now and then, and
 beside it trainers of the idle class without grants, in turns: one on the other core as today
 (`split`); a second one on decode's core besides (`guest`); two with a thread each that the system
 places where there is room, so that shares are rows (`rows`); one with two threads on both cores, so
-that shares are threads (`threads`). Every arm in each round, in an order drawn anew; figures are
+that shares are threads (`threads`). Every arm in each round, in a new random order; figures are
 compared within their round.
 Example: python -m benchmarks.decode_core --json /tmp/decode_core.json
 """
@@ -41,7 +41,7 @@ GOAL_STRETCH = 1.02
 
 @dataclass(slots=True)
 class Turns:
-    """What one arm did under one load, round by round."""
+    """Turns of one arm under one load, round by round."""
 
     p50_ms: list[float] = field(default_factory=list)
     p99_ms: list[float] = field(default_factory=list)

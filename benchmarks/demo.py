@@ -1,4 +1,4 @@
-"""What runs inside decode's step for our sake, as a share of that step, in the demo's engine.
+"""Share of decode's step in the demo's engine that our own code takes.
 
 The built-in engine decodes the demo's model; blocks of steps without a hook, with one that only
 observes, and with one that harvests alternate in one run, so that all see the same machine. A

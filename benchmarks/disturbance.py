@@ -1,4 +1,4 @@
-"""What control plane, operator, node and display cost the decode they show.
+"""Cost of control plane, operator, node and display for the decode that they show.
 
 One decode server under the demo's load, in blocks of time that alternate: with nothing else on the
 machine but the load client, and beside a running cluster whose objects the display reads twice a
@@ -121,7 +121,7 @@ def _result(pairs: list[tuple[list[StepEvent], list[StepEvent]]]) -> Result:
 
 
 def ratios(alone: list[StepEvent], beside: list[StepEvent]) -> list[float]:
-    """How many times as long steps of each batch take, where there are enough of both."""
+    """Return how much longer steps of each batch take, where there are enough of both."""
     by_batch: list[dict[int, list[float]]] = []
     for steps in (alone, beside):
         found: dict[int, list[float]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Whether a long job grows or drifts: 10,000 steps of a small model, beside a plain peft loop.
+"""Growth and drift of a long job: 10,000 steps of a small model, beside a plain peft loop.
 
 Ours is the whole run as a user has it, `worker --standalone`: runner, ledger, event log, metrics,
 held-out evaluations and checkpoints between the steps. The loop trains on the same rows in the same
@@ -67,12 +67,12 @@ class EnduranceRun:
 
     @property
     def steps(self) -> int:
-        """How many there were."""
+        """Number of steps."""
         return len(self.losses)
 
 
 def resident_mib(pid: int | str = "self") -> float:
-    """Of a process, now."""
+    """Return the resident memory of a process, now."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE / 2**20
 
 
@@ -173,7 +173,7 @@ def settled(held: Points) -> Points:
 
 
 def growth(held: Points) -> tuple[float, float]:
-    """How far the line through the settled part rises, and the noise around it.
+    """Return how far the line through the settled part rises, and the noise around it.
 
     Medians (Theil and Sen's line): what is asked is whether memory grows with the steps. A single
     rise is no growth: CPython's table of interned strings doubles once, by 3.7 MiB, wherever names
@@ -187,7 +187,7 @@ def growth(held: Points) -> tuple[float, float]:
 
 
 def largest_rise(held: Points) -> float:
-    """Between two readings of the settled part."""
+    """Return the largest rise between two readings of the settled part."""
     return max(after - before for (_, before), (_, after) in pairwise(settled(held)))
 
 
@@ -211,7 +211,7 @@ def compare(ours: EnduranceRun, theirs: EnduranceRun) -> list[Result]:
 
 
 def _in_use(ours: EnduranceRun, of: str) -> list[Result]:
-    """What somebody keeps, whatever the resident set says."""
+    """Return what each part keeps, whatever the resident set says."""
     results = []
     for what, held, unit in (
         ("the C heap has handed out", ours.heap, "MiB"),
@@ -253,7 +253,7 @@ def _environ() -> dict[str, str]:
 
 
 def options() -> argparse.Namespace:
-    """What was asked for."""
+    """Return the options of the command line."""
     parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, help=f"how many (default {STEPS})")
     parser.add_argument("--driver", default="host", help=DRIVER_HELP)

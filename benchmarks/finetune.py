@@ -1,4 +1,4 @@
-"""How fast the finetune engine trains on a device of its own, beside a plain peft loop.
+"""Speed of the finetune engine on a device of its own, beside a plain peft loop.
 
 Both train on the same rows with the same batch, in turns, each in a process of its own: real tokens
 a second, without loading and without a first step. Also what a tasklet costs beyond its arithmetic:
@@ -99,7 +99,7 @@ def compare(
 
 
 def gate_cost_us(rounds: int) -> Result:
-    """Launch and landing of a tasklet under a standing grant, without the tasklet."""
+    """Measure launch and landing of a tasklet under a grant in force, without the tasklet."""
     from windrow_sidecar._core import Arena, Geometry
     from windrow_sidecar.compute.whole_device import WholeDevice
     from windrow_sidecar.finetune.colocated.grants import GrantGate, OfferFacts
@@ -148,7 +148,7 @@ def of_engine(*, quick: bool) -> list[Result]:
 
 
 def _without_a_model(device: ComputeDevice, *, quick: bool) -> list[Result]:
-    """What brings models or tensors of its own: equality, checkpoints, switches."""
+    """Measure what brings models or tensors of its own: equality, checkpoints, switches."""
     results = equality(list(ARCHITECTURES)[:2] if quick else list(ARCHITECTURES), device)
     results += holding(rounds=2 if quick else 7, device=device)
     return results + switching(rounds=4 if quick else 20, device=device.torch)

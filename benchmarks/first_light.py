@@ -112,7 +112,7 @@ def _require_gpu(driver: str) -> None:
 
 
 def _parts(folder: Path, driver: str, options: argparse.Namespace, effort: MeasureEffort) -> Parts:
-    """What was measured before, where it may go on.
+    """Return what was measured before, where it may be continued.
 
     Raises:
         UserError: what is there was measured otherwise.

@@ -37,7 +37,7 @@ Better = Literal["lower", "higher"]
 
 @dataclass(frozen=True)
 class Baseline:
-    """What ran beside ours, interleaved with it."""
+    """Process that ran beside ours, interleaved with it."""
 
     name: str
     value: float
@@ -57,7 +57,7 @@ class Result:
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is reached; None where there is none."""
+        """True where the goal is reached; None where there is none."""
         if self.goal is None:
             return None
         return self.value <= self.goal if self.better == "lower" else self.value >= self.goal

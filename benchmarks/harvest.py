@@ -1,4 +1,4 @@
-"""What sharing a device costs serving and gives, on many loads: the arms of `demo --compare`.
+"""Cost and yield of sharing a device, on many loads: the arms of `demo --compare`.
 
 A load is a trace, a rate and an objective in steps of decode alone: conv@0.6x2. Those of one trace
 and rate are played together, so that what knows no objective plays once for all of them: a quarter
@@ -54,7 +54,7 @@ class BenchmarkLoad:
 
     @property
     def name(self) -> str:
-        """As the command line has it."""
+        """Name of the load as the command line has it."""
         return f"{self.like}@{self.rate:g}x{self.factor:g}"
 
     @property
@@ -143,7 +143,7 @@ OURS = "windrow"
 
 @dataclass(frozen=True)
 class Standing:
-    """How `windrow` did on one load, beside the best other arm that held the objective as well."""
+    """Result of `windrow` on one load, beside the best other arm that held the objective too."""
 
     load: BenchmarkLoad
     result: Mapping[str, Any]
@@ -154,7 +154,7 @@ class Standing:
 
     @property
     def verdict(self) -> str:
-        """Whether it took at most 0.3% of the steps more over the objective than alone."""
+        """Verdict: were at most 0.3% of the steps more over the objective than alone?"""
         if OURS in self.result["holding"]:
             return "holds"
         return "undecided" if OURS in self.result["undecided"] else "breaks"

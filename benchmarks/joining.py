@@ -1,4 +1,4 @@
-"""What decode, and the job that trains beside it, feel while a further job is made ready.
+"""Effect on decode, and on the job that trains beside it, of making a further job ready.
 
 A decode server under the demo's load, its sidecar, and a worker that trains one job, in blocks of
 time that alternate: as it is, and while a second job's rows are read, of which there are too many
@@ -41,7 +41,7 @@ FIRST, FURTHER = "trains", "joins"
 
 @dataclass(frozen=True)
 class Block:
-    """What a block of time has seen."""
+    """Measurements of a block of time."""
 
     steps: list[StepEvent]
     tpot_ms: list[float]  # of each answer
@@ -141,7 +141,7 @@ def _loaded(endpoint: str, folder: Path, others: list[int]) -> list[StepEvent]:
 
 
 def _tokens(operator: AttachedOperator) -> int:
-    """That the first job has trained on, as of the last heartbeat."""
+    """Return the tokens that the first job has trained on, as of the last heartbeat."""
     found = (job for beat in operator.heartbeats[-1:] for job in beat.jobs)
     return next((int(job.progress.tokens) for job in found if job.job_uid == FIRST), 0)
 

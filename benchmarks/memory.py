@@ -1,4 +1,4 @@
-"""What memory and page cost, in the core and through the bindings, and how soon a revoke is seen.
+"""Cost of memory and page, in the core and through the bindings, and the delay of a revoke.
 
 Builds the benchmark of the core (`benchmarks/native`) and runs it; takes the rest through Python.
 
@@ -146,7 +146,7 @@ def measure_iteration(driver: str) -> list[Result]:
     """A recorded LoRA iteration on lent chunks: what it wastes, and what idle aliases save it.
 
     Three times: the first maps, the second finds its mappings, the third finds them again after all
-    chunks were given back and lent anew.
+    chunks were given back and lent again.
     """
     steps = read_trace(TRACE)
     chunk_bytes = 128 * 1024 * 1024
@@ -197,7 +197,7 @@ def measure_iteration(driver: str) -> list[Result]:
 
 
 def measure_return(arena: Arena, socket: Path, revokes: int) -> list[Result]:
-    """From the revoke in decode until a waiting worker sees it, and until the chunk is back."""
+    """Measure from the revoke until a waiting worker sees it, and until the chunk is back."""
     arena.serve(str(socket))
     worker = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(socket)], stdout=subprocess.PIPE, text=True

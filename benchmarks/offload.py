@@ -64,7 +64,7 @@ LIMIT_BYTES = 1 << 30
 
 
 def resident_bytes(what: str) -> int:
-    """Of this process: VmRSS, now, or VmHWM, at most so far (mapped files count while resident)."""
+    """Return this process's VmRSS (now) or VmHWM (at most; mapped files count while resident)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{what}:"):
             return int(line.split()[1]) * 1024

@@ -1,9 +1,9 @@
-"""What the operator meets in `benchmarks.scale`: many pods, their sidecars and their objects.
+"""Load on the operator in `benchmarks.scale`: many pods, their sidecars and their objects.
 
 Pods are objects that no kubelet runs. A sidecar here is a gRPC stream with a token that is
 reviewed; it takes jobs and reports them by the rule of a real one, and trains nothing. All sidecars
 live in a process of their own (`Sidecars`), for thousands of them stop it for tens of milliseconds
-now and then, and whoever times an answer should not stand still with them.
+now and then, and a timed answer should not stop with them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Operator:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What it writes of itself."""
+        """State that it writes of itself."""
         return _state_in(self.state_file)
 
     def ps(self) -> psutil.Process:
@@ -119,7 +119,7 @@ class Sidecars:
         self._process.start()
 
     def all_attached(self) -> bool:
-        """Whether all are; as of at most a tenth of a second ago. Raises if their process ended."""
+        """Return whether all are, as of a tenth of a second ago at most. Raises if they ended."""
         if not self._process.is_alive():
             raise RuntimeError(f"the sidecars' process ended with {self._process.exitcode}")
         return bool(self._attached.value == self._pods)
@@ -246,7 +246,7 @@ class _Sidecar:
 
 
 class OwnPauses:
-    """How long this process's own loop stands: what is timed in it includes that.
+    """Pauses of this process's own loop: what is timed in it includes them.
 
     Python's collector is switched off here (`settle`), and what is left is a figure beside those
     that it is part of.
@@ -275,7 +275,7 @@ class OwnPauses:
 
 
 class Watch:
-    """When each job was first seen with a slot, as a client of the API server sees it."""
+    """Moments when each job was first seen with a slot, by a client of the API server."""
 
     def __init__(self, kube: Kube, http: aiohttp.ClientSession) -> None:
         self._kube, self._http = kube, http

@@ -1,4 +1,4 @@
-"""What moving to another share of a device costs, and on a GPU what decode feels of each share."""
+"""Cost of moving to another share of a device; on a GPU also what decode feels of each share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a decode step beside a worker takes longer in one phase of training than in another.
+"""Effect of a training phase on decode: does a step beside a worker take longer in one?
 
 Decode on one of two cores, at points of batch and context, in turns alone, beside a trainer on the
 other core (whose log says what it ran during each step), and beside an optimizer's step of an
@@ -196,7 +196,7 @@ def _held_out(steps: Sequence[Step]) -> tuple[list[float], list[float]]:
 
 
 def _noise(steps: Sequence[Step]) -> float:
-    """How far cells of the even rounds are from the same of the odd ones, percent; median."""
+    """Return the noise: distance of cells of even rounds from odd ones, percent; median."""
     even, odd = (_cells([s for s in steps if s.round % 2 == half]) for half in (0, 1))
     both = [100 * abs(even[cell] / odd[cell] - 1) for cell in even if cell in odd]
     return statistics.median(both) if both else 0.0

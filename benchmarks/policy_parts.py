@@ -1,4 +1,4 @@
-"""What each part of `windrow` is worth, and what FineInfer's bound buys: in the simulator.
+"""Worth of each part of `windrow`, and of FineInfer's bound: in the simulator.
 
 A part is taken out, or one that is off is put in, and the same cluster with the same requests is
 simulated: an H200 that serves Llama-3-8B to the Azure conversation load, by default on every SM

@@ -1,4 +1,4 @@
-"""How far the predictor is from steps that it was not fitted on, on this machine.
+"""Error of the predictor on steps that it was not fitted on, on this machine.
 
 Two full profiles of the same engine are taken one after the other (`windrow profile`, a minute
 each). The points are dealt into three parts. Points that were not seen: each part is predicted by a
@@ -131,7 +131,7 @@ def _point(step: SoloSample) -> tuple[int, int]:
 
 
 def _part_of(sample: _Sample) -> int:
-    """By batch and context, so that a point is in one part on every share and in both profiles."""
+    """Return the part by batch and context: a point is in one part on every share and profile."""
     batch, context = _point(sample.step if isinstance(sample, CoRunSample) else sample)
     return (batch.bit_length() + context) % _PARTS
 
@@ -165,7 +165,7 @@ def _co_run_samples(profile: dict[str, Any]) -> list[CoRunSample]:
 
 
 def _taken(model: Path, effort: str) -> dict[str, Any]:
-    """As `windrow profile` takes it, by the engine itself."""
+    """Return the profile that the engine takes, as `windrow profile` does."""
     with tempfile.TemporaryDirectory(prefix="wr-") as folder:
         out = Path(folder) / "profile.json"
         command = [sys.executable, "-m", "windrow_sidecar.engines.builtin", "--model-path"]

@@ -1,4 +1,4 @@
-"""What decode's protections are for, what the predictor's forms and saved slack are worth.
+"""Worth of decode's protections, of the predictor's forms and of saved slack.
 
 In the simulator, where the step hook is that of production: eight H200 serve Llama-3-8B to the
 Azure conversation load, decode and worker on SMs of their own, and one thing is changed at a time:

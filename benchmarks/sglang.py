@@ -1,4 +1,4 @@
-"""What the plugin costs SGLang's decode scheduler, stock and plugin side by side, on cores.
+"""Cost of the plugin for SGLang's decode scheduler, stock and plugin side by side, on cores.
 
 One process holds SGLang's real scheduler (`make sglang`) with a small model on one thread, and
 all arms: blocks of iterations with SGLang's own functions, allocator, KV buffers and weights
@@ -130,7 +130,7 @@ def blocks(iterations: list[list[Any]]) -> list[Block | None]:
 
 
 def compare(found: list[Block | None], arm: str) -> list[float]:
-    """What each block of an arm takes more than the mean of stock's before and after, in percent.
+    """Return what each block of an arm takes beyond the mean of stock's around it, in percent.
 
     Between two blocks of stock, so that what grows with the context from block to block cancels.
     """

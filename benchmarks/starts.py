@@ -1,4 +1,4 @@
-"""How long decode pods take to become ready on a real node, with Windrow and without.
+"""Time until decode pods are ready on a real node, with Windrow and without.
 
 Runs the tests of pods' starts (`tests/node/test_pods_start.py`), a few rounds of them: in each
 round every pod starts once without Windrow and once with it, one after the other. A pod's figure is

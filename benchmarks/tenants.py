@@ -1,4 +1,4 @@
-"""What hostile tenants cost: floods on the operator, malformed messages, rows read in confines.
+"""Cost of hostile tenants: floods on the operator, malformed messages, rows read in confines.
 
 `flood`: two pods whose sidecars send heartbeats, hellos, events and profiles as fast as they can,
 made-up tokens and a stranger at the webhook, beside a tenant whose jobs are placed and end.

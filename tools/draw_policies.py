@@ -41,7 +41,7 @@ LAYER_US, TOKENS = 2800, 2048
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came of one step; times in seconds and ms."""
+    """Result of one step; times in seconds and ms."""
 
     begin_s: float
     end_s: float
@@ -123,7 +123,7 @@ def _offer(epoch: int) -> Offer:
 
 
 def _take(grant: Grant, view: View) -> tuple[float, float]:
-    """How long the step takes in truth, and for how much of it the worker runs."""
+    """Return how long the step takes in truth, and for how much of it the worker runs."""
     if not view.batch:
         return 2000.0, 2000.0 if grant.action == Action.GO else 0.0
     alone_us = SOLO.predict_us(view.batch, view.context_tokens)

@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the model is trained."""
+    """Recipe by which the model is trained."""
 
     steps: int
     batch: int

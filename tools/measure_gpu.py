@@ -1,4 +1,4 @@
-"""What a GPU has to show, in one command: `make gpu`.
+"""Measurements of a GPU in one command: `make gpu`.
 
 In order: all that it must have, the tests that want one, decode beside a worker, the engine against
 a plain loop, what memory and shares cost. Each is a process with a limit of time; what does not fit
@@ -50,7 +50,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step went: "passed", "failed", "too long" or "left out"."""
+    """Outcome of a step: "passed", "failed", "too long" or "left out"."""
 
     name: str
     how: str
@@ -58,7 +58,7 @@ class Outcome:
 
 
 def steps(shape: str) -> tuple[Step, ...]:
-    """In the order in which they tell most for their time."""
+    """Return the steps, the most informative for their time first."""
 
     def benchmark(name: str, *flags: str) -> tuple[str, ...]:
         json_file = f"--json=OUT/{name}.json"

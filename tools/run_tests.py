@@ -103,7 +103,7 @@ PASSES = {
 
 @dataclass(frozen=True)
 class Ran:
-    """How a pass went."""
+    """Result of a pass."""
 
     name: str
     code: int

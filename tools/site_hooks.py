@@ -1,4 +1,4 @@
-"""What mkdocs does to a page beyond its Markdown: long names in tables break where words end."""
+"""Changes to a page beyond its Markdown: long names in tables break where words end."""
 
 from __future__ import annotations
 

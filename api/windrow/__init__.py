@@ -1,1 +1,1 @@
-"""What users and all parts of Windrow share: resources, wire, client, command line."""
+"""Contracts that users and all parts of Windrow share: resources, wire, client, errors."""

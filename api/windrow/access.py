@@ -121,7 +121,7 @@ def _plain(address: Address) -> Address:
 
 @dataclass(frozen=True, slots=True)
 class NetworkAccess:
-    """Which hosts a job may reach.
+    """Hosts that a job may reach.
 
     Attributes:
         sources: entries of the policy's `access.sources`; None: it lists none.

@@ -122,7 +122,7 @@ def _holdings(found: ChunkMap) -> Table:
 
 
 def owner_of(state: str, owner: int) -> str:
-    """Who may use a chunk: decode, the worker of a job epoch, or nobody."""
+    """Return the owner of a chunk: decode, the worker of a job epoch, or nobody."""
     if owner:
         return f"worker of epoch {owner}"
     return "decode" if state in ("KV", "RESERVED") else "-"

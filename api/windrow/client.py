@@ -83,7 +83,7 @@ _POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 class WindrowClient:
     """Talks to one API server. All calls block; safe for one thread at a time.
 
-    Every call raises UserError for what the caller must mend (not found, refused, malformed; a spec
+    Every call raises UserError for what the caller must fix (not found, refused, malformed; a spec
     is checked before anything is sent) and Transient when the server cannot be reached.
 
     Args:
@@ -164,7 +164,7 @@ class WindrowClient:
 
         Raises:
             TimeoutError: it had not ended `within` that time.
-            UserError: there is no such job, or it will not end by itself: it is suspended, or its
+            UserError: there is no such job, or it will not end: it is suspended, or its
                 spec is not valid.
         """
         namespace = namespace or self.namespace
@@ -406,7 +406,7 @@ class WindrowClient:
 
     @contextmanager
     def _about(self, what: str, namespace: str) -> Iterator[None]:
-        """As `_answers`; where nothing is found, say so of the namespace if that is not there."""
+        """Turn errors as `_answers` does; where nothing is found, name a missing namespace."""
         try:
             with _answers(what):
                 yield
@@ -415,7 +415,7 @@ class WindrowClient:
             raise
 
     def _require_namespace(self, namespace: str) -> None:
-        """Raise UserError if there is no such namespace; who may not ask is not told."""
+        """Raise UserError if there is no such namespace; without the right to ask, do nothing."""
         try:
             self._core.read_namespace(namespace, _request_timeout=_TIMEOUT_S)
         except k8s.ApiException as e:
@@ -456,7 +456,7 @@ class WindrowClient:
 
 
 class NotFound(UserError):
-    """There is no such object."""
+    """Error of a request for an object that does not exist."""
 
 
 def _body_of(manifest: Manifest) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which conditions and reasons exist, and how a condition changes.
+"""Conditions and reasons that exist, and the rules by which a condition changes.
 
 The table `LIFECYCLE` is the one place that says what can become of a FinetuneJob, and
 docs/conditions.md is made from it. `SLOT` and `POLICY` say the same for the other two kinds that

@@ -182,5 +182,5 @@ def as_json(decision: Decision) -> str:
 
 
 def around(decisions: Sequence[Decision], at: datetime, seconds: float) -> list[Decision]:
-    """Those within so many seconds before and after `at`."""
+    """Return those within so many seconds before and after `at`."""
     return [d for d in decisions if abs((d.at - at).total_seconds()) <= seconds]

@@ -82,7 +82,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:  # noqa: ANN401
-        """Refuse a key that stands twice: of which PyYAML would take the last."""
+        """Refuse a duplicate key, of which PyYAML would take the last."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         written = set()
         for key, _ in node.value:

@@ -1,9 +1,8 @@
 """The three families of errors; each says who acts.
 
-WindrowError
-├── UserError         whoever wrote the spec, the file or the command line mends it; no retry helps
-├── Transient         nobody: it is tried again after `retry_after`
-└── InvariantBroken   we do: the finetune side stops, all memory and compute go back to decode
+WindrowError ├── UserError the author of the spec, file or command line fixes it; no retry helps ├──
+Transient nobody: it is tried again after `retry_after` └── InvariantBroken we do: the finetune side
+stops, all memory and compute go back to decode
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ class WindrowError(Exception):
 
 
 class UserError(WindrowError):
-    """Something that a person wrote cannot be honoured.
+    """Error in something that a person wrote.
 
     Attributes:
         field: the path of what is wrong (`spec.adapter.lora.rank`, `rows.jsonl:17`), or "".
@@ -35,7 +34,7 @@ class UserError(WindrowError):
 
 
 class Transient(WindrowError):
-    """Something is missing at the moment; the caller tries again after `retry_after`."""
+    """Temporary lack of something; the caller tries again after `retry_after`."""
 
     def __init__(self, message: str, *, retry_after: timedelta = timedelta(seconds=5)) -> None:
         self.retry_after = retry_after
@@ -43,4 +42,4 @@ class Transient(WindrowError):
 
 
 class InvariantBroken(WindrowError):
-    """Something that cannot be, is. Harvesting stops here; decode goes on."""
+    """Impossible state. Harvesting stops here; decode goes on."""

@@ -95,7 +95,7 @@ class LossEvent:
 
 @dataclass(frozen=True, slots=True)
 class MarkEvent:
-    """Something that happened: a pause, a lend, a worker that came or went, a phase of a run."""
+    """Event of a run: a pause, a lend, a worker that came or went, a phase."""
 
     kind: ClassVar[str] = "mark"
     at_ns: int

@@ -83,11 +83,11 @@ def check_free(file: Path) -> None:
 def wait_for_orphan(
     file: Path, tell: Callable[[str], None], alive: Callable[[], None] = lambda: None
 ) -> None:
-    """While an orphan has the lock, wait until it has ended.
+    """Wait until an orphan that has the lock has ended.
 
     Args:
         file: as for `hold`.
-        tell: is told once who it is, where there is one.
+        tell: called once with its description, where there is one.
         alive: called now and then while it waits.
     """
     told = False
@@ -117,7 +117,7 @@ def _held(descriptor: int) -> AlreadyHeld:
 
 
 def _lives(pid: int) -> bool:
-    """Whether a process of this machine runs; one that nobody has waited for runs no more."""
+    """Return whether a process of this machine runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:

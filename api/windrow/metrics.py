@@ -19,7 +19,7 @@ from typing import Final
 
 
 class MetricType(StrEnum):
-    """How Prometheus reads a metric."""
+    """Type as Prometheus reads a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -27,7 +27,7 @@ class MetricType(StrEnum):
 
 
 class MetricSource(StrEnum):
-    """Which process exports a metric."""
+    """Process that exports a metric."""
 
     SIDECAR = "sidecar"
     OPERATOR = "operator"

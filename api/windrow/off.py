@@ -28,7 +28,7 @@ _TIMEOUT_S = 15
 
 @dataclass(frozen=True, slots=True)
 class SlotQuiet:
-    """Whether a slot is proven to harvest nothing.
+    """Proof, or its lack, that a slot harvests nothing.
 
     Attributes:
         name: namespace/name.
@@ -44,8 +44,8 @@ class SlotQuiet:
 def quiet_of(slot: Mapping[str, Any], *, pod_is_there: bool = True) -> SlotQuiet:
     """Return what a HarvestSlot object proves; `pod_is_there`: whether its pod still exists.
 
-    A slot is quiet when the operator has told its sidecar so and the sidecar, which is attached,
-    reports no job. What the operator last wrote of a sidecar that is not attached proves nothing.
+    A slot is quiet when the operator has sent this to its sidecar and the sidecar, which is
+    attached, reports no job. The last status of a sidecar that is not attached proves nothing.
     """
     metadata, status = slot["metadata"], slot.get("status") or {}
     name = f"{metadata['namespace']}/{metadata['name']}"

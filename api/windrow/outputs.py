@@ -62,9 +62,9 @@ def folder_of(about: Mapping[str, object], manifest: Path) -> str:
 
 
 def is_below(trees: Iterable[str], destination: str) -> bool:
-    """Return whether a destination lies in one of `trees` by its name.
+    """Return whether a destination is in one of `trees` by its name.
 
-    A bucket lies in none and needs none; a relative path may.
+    A bucket is in none and needs none; a relative path may be.
     """
     if is_bucket(destination):
         return True
@@ -81,7 +81,7 @@ def check_within(destination: Path, trees: Sequence[Path]) -> Path:
     with this one as it was written.
 
     Args:
-        destination: as the job names it; a relative one stands below the working directory.
+        destination: as the job names it; a relative one is below the working directory.
         trees: what may be written.
 
     Raises:

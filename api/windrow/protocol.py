@@ -1,4 +1,4 @@
-"""What a finetune worker and the process that started it say to each other.
+"""Words between a finetune worker and the process that started it.
 
 A worker beside decode reports over the sidecar's socket (`agent.proto`), one on a device of its own
 as lines of JSON on its standard output; what is said is the same. Exit statuses, kinds of events
@@ -17,7 +17,7 @@ from windrow.errors import UserError, WindrowError
 
 
 class Ending(IntEnum):
-    """How a worker ended; its exit status."""
+    """Ending of a worker; its exit status."""
 
     SUCCEEDED = 0
     FAILED = 1
@@ -46,7 +46,7 @@ ENDS: Final[tuple[EventKind, ...]] = ("SUCCEEDED", "STOPPED", "FAILED")
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
-    """How far the job is (`WorkerProgress`). What no step has told yet is None."""
+    """Progress of the job (`WorkerProgress`). What no step has reported yet is None."""
 
     step: int = 0
     total_steps: int = 0
@@ -72,7 +72,7 @@ class JobProgress:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvent:
-    """Something that happened to the job (`WorkerEvent`)."""
+    """Event of the job (`WorkerEvent`)."""
 
     kind: EventKind
     reason: str = ""

@@ -1,4 +1,4 @@
-"""What of a text nobody may see: signatures in URLs, and passwords before their hosts."""
+"""Redaction of texts: signatures in URLs, and passwords before their hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the parts of a decode pod meet: files below the run directory, and the environment.
+"""Meeting points of a decode pod's parts: files below the run directory, and the environment.
 
 In a pod the directory is `/run/windrow`, an emptyDir that the webhook mounts into its containers.
 It has one agent's socket, and of each slot files of its own.
@@ -86,7 +86,7 @@ class RunDir:
         return self.root / f"arena-{self.slot}.sock"
 
     def weights_manifest(self) -> Path:
-        """JSON that says where in the exported weights each parameter lies."""
+        """Return the JSON that says where in the exported weights each parameter is."""
         return self.root / f"weights-{self.slot}.json"
 
     def profile(self) -> Path:
@@ -94,7 +94,7 @@ class RunDir:
         return self.root / f"profile-{self.slot}.json"
 
     def profiles(self) -> list[Path]:
-        """Where a profile of this pod's kind of device may lie, the slot's own first."""
+        """Return the paths of a profile of this pod's kind of device, the slot's own first."""
         others = sorted(self.root.glob("profile-*.json"))
         return [self.profile(), *(path for path in others if path != self.profile())]
 
@@ -111,7 +111,7 @@ class RunDir:
         return self.root / f"breaches-{self.slot}.jsonl"
 
     def turn_note(self) -> Path:
-        """Whose turn it is in the slot's worker, for after its death (`windrow_sidecar.turn`)."""
+        """Return the note of whose turn it is in the slot's worker, for after its death."""
         return self.root / f"worker-{self.slot}.turn"
 
     @property

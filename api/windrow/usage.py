@@ -24,7 +24,7 @@ _REMEMBERED = "1d"  # how long a counter that is not scraped is known
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """What the jobs of a namespace got.
+    """Harvest of the jobs of a namespace.
 
     Attributes:
         tenant: namespace of the jobs.
@@ -58,7 +58,7 @@ class UsageBar:
 
 @dataclass(frozen=True, slots=True)
 class UsageReport:
-    """What was harvested in a period.
+    """Harvest of a period.
 
     Attributes:
         begin: aware.
@@ -149,7 +149,7 @@ def _worth(hours: float | None, price: float | None) -> float | None:
 
 
 def _gained(series: str, within: str) -> str:
-    """What counters gained in the time before; new or reset ones count as they stand."""
+    """Return what counters gained in the time before; new or reset ones count from zero."""
     # Of a slot that is gone: as it last stood. One that comes back goes on from there.
     last = f"last_over_time({series}[{within}])"
     before = f"last_over_time({series}[{_REMEMBERED}] offset {within})"

@@ -93,7 +93,7 @@ _EXPLAINED_BY = {
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Who has an arena's chunks."""
+    """Owners of an arena's chunks."""
 
     kv: int = 0
     lent: int = 0

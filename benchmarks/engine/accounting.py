@@ -32,7 +32,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """What the C heap has handed out and not taken back; 0: this libc does not tell."""
+    """Return the bytes that the C heap has handed out; 0: this libc does not report it."""
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo2 is None:
         return 0
@@ -42,7 +42,7 @@ def heap_bytes() -> int:
 
 
 def note(to: Path) -> None:
-    """For as long as the process lives."""
+    """Note readings for as long as the process lives."""
     with to.open("w", buffering=1) as file:
         while True:
             line = (time.monotonic(), heap_bytes(), sys.getallocatedblocks())

@@ -15,7 +15,7 @@ from windrow_sidecar.cgroup import groups
 
 
 class CannotConfine(RuntimeError):
-    """This process may not make control groups; says why."""
+    """Error of a process that may not make control groups; says why."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How far our gradients are from those of peft, over architectures and ways to cut the work."""
+"""Distance of our gradients from peft's, over architectures and ways to cut the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the stream is held by a checkpoint, at the real size of a rank-16 adapter of 8B.
+"""Time for which a checkpoint holds the stream, at the size of a rank-16 adapter of 8B.
 
 A stream of short tasklets runs on one core while checkpoints of 503 MB are copied, written, synced
 and hashed on whatever core is free. What counts is the longest time by which anything that the
@@ -73,14 +73,14 @@ class _Job:
         return (time.perf_counter() - began) * 1e3
 
     def copied_at_once(self) -> None:
-        """What a checkpoint holds, to memory that is there already."""
+        """Copy what a checkpoint holds to memory that exists already."""
         taken = self._optimizer.snapshot()
         taken.take()
         taken.release()
 
 
 def holding(*, rounds: int, device: ComputeDevice) -> list[Result]:
-    """After a step, where they are begun; and where the next step follows at once."""
+    """Measure after a step, where they are begun; and where the next step follows at once."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

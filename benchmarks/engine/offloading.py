@@ -1,4 +1,4 @@
-"""What trains a model that memory does not hold: our window of layers, accelerate, plain peft."""
+"""Training of a model that memory does not hold: our window of layers, accelerate, plain peft."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def save_model(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """What a step trains on.
+    """Batches that a step trains on.
 
     Attributes:
         device: that computes.

@@ -1,4 +1,4 @@
-"""What the engine is measured with: a job on a model, and the device that trains it."""
+"""Setting of an engine benchmark: a job on a model, and the device that trains it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where and on what.
+    """Job, model and device of a measurement.
 
     Attributes:
         what: for the names of results.
@@ -45,12 +45,12 @@ class Setting:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether goals for a GPU apply."""
+        """True where goals for a GPU apply."""
         return self.device != "cpu"
 
     @property
     def flags(self) -> list[str]:
-        """For the processes of engine and baseline."""
+        """Flags for the processes of engine and baseline."""
         made_up = [] if self.random_weights is None else [f"--random-weights={self.random_weights}"]
         return ["--job", str(self.job_file), "--device", self.device, *made_up]
 

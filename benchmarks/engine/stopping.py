@@ -1,4 +1,4 @@
-"""What being stoppable costs, and how soon a pause is obeyed, with the worker's own gate."""
+"""Cost of being stoppable, and how soon a pause is obeyed, with the worker's own gate."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def _decode(page: Page, pauses: int, took_us: list[float], units: int) -> None:
 
 
 def _beat(page: Page, over: threading.Event) -> None:
-    """As decode does when it is idle: a slow first step must not look like its death."""
+    """Beat as an idle decode does: a slow first step must not look like its death."""
     while not over.wait(0.05):
         page.beat(0)
 

@@ -1,4 +1,4 @@
-"""How long a worker takes from one job to another that shares its base model."""
+"""Time that a worker takes from one job to another that shares its base model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOAL_MS = 100.0
 
 
 class _Away:
-    """As if the host were a device: whatever leaves is copied, into memory that is there already.
+    """Host memory that plays the device: what leaves is copied, into memory that exists already.
 
     torch keeps pinned memory for the next swap of a GPU; here the buffers are kept.
     """
@@ -64,19 +64,19 @@ class _Adapter:
         self._optimizer = stepped_optimizer(adapter_parameters(device))
 
     def offload(self, home: Home, room_bytes: int) -> None:
-        """As `TaskletStream.offload`, between two groups."""
+        """Offload as `TaskletStream.offload` does, between two groups."""
         del room_bytes
         self._optimizer.move(home.out)
         home.settle()
 
     def bring_back(self, home: Home) -> None:
-        """As `TaskletStream.bring_back`."""
+        """Bring back as `TaskletStream.bring_back` does."""
         self._optimizer.move(home.back)
         home.settle()
 
 
 def switching(*, rounds: int, device: torch.device) -> list[Result]:
-    """Between two adapters of an 8B shape, and between two whole jobs of a tiny model."""
+    """Switch between two adapters of an 8B shape, and between two whole jobs of a tiny model."""
     what = f"switch of jobs, rank {RANK} of an 8B shape"
     results = []
     if device.type != "cpu":
@@ -107,7 +107,7 @@ def _switch_ms(leaves: Callable[[], object], comes: Callable[[], object]) -> flo
 
 
 def _jobs(rounds: int) -> Result:
-    """In the middle of a step: what is on its way is spilled, and goes on from there."""
+    """Switch in the middle of a step: what is on its way is spilled, and goes on from there."""
     base = BaseModel(tiny_llama(), None, None, shared=False)
     jobs = [tiny_job(base=shallow_clone(base).model, steps=10**6) for _ in range(2)]
     memories = [OwnMemory(job.stream, _Copying()) for job in jobs]

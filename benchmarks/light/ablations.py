@@ -2,7 +2,7 @@
 
 Decode and worker are the processes of first light, under the hook that serves. A load of few
 requests has surges that decode can just hold on all of its cores; the objective is what it needs
-alone, and a fifth. In each round every arm plays once, in an order drawn anew.
+alone, and a fifth. In each round every arm plays once, in a new random order.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Ablations(Bench):
 
     @property
     def objective_ms(self) -> float:
-        """What decode alone needs in surges, and a fifth."""
+        """Step time that decode alone needs in surges, and a fifth."""
         return float(self.parts["objective"]["ms"])
 
     def turns(self) -> dict[str, list[Turn]]:
@@ -158,7 +158,7 @@ def of_surges(part: Document, field: str) -> list[float]:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one arm did in one round."""
+    """Result of one arm in one round."""
 
     over_percent: float  # of its steps
     surge_over_percent: float  # of those with a surge in the batch
@@ -169,7 +169,7 @@ class Turn:
 
     @classmethod
     def of(cls, part: Document, objective_ms: float) -> Turn:
-        """From what a turn has left."""
+        """Return a turn from the files that it left."""
         over = [us > 1e3 * objective_ms for us in part["latencies_us"]]
         in_surge = [us > 1e3 * objective_ms for us in of_surges(part, "latencies_us")]
         row = longest = 0
@@ -218,7 +218,7 @@ def results(found: dict[str, list[Turn]], dedicated: float, objective_ms: float)
 
 
 def plan_of(folder: Path) -> Plan:
-    """Return what decode and worker are told; `folder`: a short path, for sockets lie in it."""
+    """Return the plan of decode and worker; `folder`: a short path, since sockets are in it."""
     most = STEADY + int(SURGE["requests"])
     return Plan.of(
         folder,

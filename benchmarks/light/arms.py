@@ -71,12 +71,12 @@ class Granting(NullHook):
         self.grant(Grant(Action.PAUSE, decode_units=self._units, pause_epoch=epoch))
 
     def is_quiet(self) -> bool:
-        """Whether it has seen the last pause and runs nothing."""
+        """Return whether it has seen the last pause and runs nothing."""
         offer = self.offer()
         return offer.pause_epoch_seen >= self._granted.pause_epoch and not offer.in_flight_us
 
     def lend(self) -> None:
-        """What it wants and does not have, of what decode does not need."""
+        """Lend what it wants and does not have, of what decode does not need."""
         offer = self.offer()
         missing = min(offer.wanted_chunks, self._most_lent) - self._lent()
         if offer.job_epoch and missing > 0:
@@ -114,9 +114,9 @@ class FixedShare(Granting):
 
 
 class Gaps(Granting):
-    """In turn: the worker has the whole device until a step must begin to end by the objective.
+    """Policy in turns: the worker has the whole device until a step must begin for the objective.
 
-    The only hook that waits: decode stands still meanwhile, which is what sharing in time means.
+    The only hook that waits: decode pauses meanwhile, which is what sharing in time means.
     """
 
     def __init__(self, arena: Arena, units: int, kept_chunks: int, objective_us: int) -> None:
@@ -137,7 +137,7 @@ class Gaps(Granting):
         return Grant(decode_units=self._units)
 
     def after_step(self, end_ns: int, latency_us: int) -> None:
-        """Learn how long a step takes by itself."""
+        """Learn how long a step takes alone."""
         del end_ns
         self._steps_us.append(latency_us - self._waited_us)
 

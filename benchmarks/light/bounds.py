@@ -1,4 +1,4 @@
-"""What of a GPU's finetuning rate can be had beside decode at most: eta's bounds by roofline.
+"""Upper bound on a GPU's finetuning rate beside decode: eta's bounds by roofline.
 
 Pure arithmetic over what a step reads and how fast the device copies. Two ways to share:
 

@@ -1,4 +1,4 @@
-"""The decode process of first light: the built-in engine under a fixed load, told what to run.
+"""Decode process of first light: the built-in engine under a fixed load, run by commands.
 
 Reads a command a line on stdin, answers each with a line on stdout (JSON both), ends with stdin.
 """
@@ -63,12 +63,12 @@ class _OnUnits(NullHook):
         self._decision = Grant(decode_units=units)
 
     def before_step(self, facts: StepInput) -> Grant:
-        """Always those."""
+        """Return the same grant always."""
         return self._decision
 
 
 class Engine:
-    """Everything that commands act on."""
+    """Engine with everything that commands act on."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         flags = [f"--model-path={options.model}", f"--random-weights={options.seed}"]
@@ -97,7 +97,7 @@ class Engine:
         self.kv_token_bytes = 2 * config.layers * config.kv_width * self.device.dtype.itemsize
 
     def facts(self) -> dict[str, Any]:
-        """What the device is, and what starting took."""
+        """Return what the device is, and what starting took."""
         decoder = self.parts.decoder
         captures = decoder.captures if isinstance(decoder, StaticDecode) else None
         on_gpu = self.device.torch_device.type == "cuda"
@@ -114,7 +114,7 @@ class Engine:
         }
 
     def offer(self) -> dict[str, Any]:
-        """What the worker shows; it is lent what it wants, for it may be loading."""
+        """Return what the worker shows; it is lent what it wants, for it may be loading."""
         page = Granting(self.arena, self.device.units, self.kept_chunks)
         page.lend()
         return page.offer()._asdict()
@@ -210,7 +210,7 @@ class Engine:
 def _enough(
     steps: int | None, seconds: float | None, until: str | None
 ) -> Callable[[int, int], bool]:
-    """That many steps, that long, or until a file is there; whichever comes first."""
+    """Return when to stop: after so many steps, so long, or once a file exists."""
 
     def enough(n: int, passed_ns: int) -> bool:
         if steps is not None and n >= steps:
@@ -256,7 +256,7 @@ def _copy_gb_s() -> float:
 
 
 def _beat(engine: Engine) -> None:
-    """Between commands decode idles, and lives."""
+    """Beat between commands, while decode idles."""
     page = engine.arena.page
     while True:
         page.beat(0)

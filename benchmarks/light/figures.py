@@ -33,7 +33,7 @@ class ArmFigures:
 
     @classmethod
     def of(cls, arm: str, objective_ms: float, part: Document, dedicated: float) -> ArmFigures:
-        """From what an arm left behind; dedicated: tokens a second."""
+        """Return the figures from the files that an arm left; dedicated: tokens a second."""
         ms = sorted(latency / 1e3 for latency in part["latencies_us"])
         return cls(
             arm=arm,
@@ -62,7 +62,7 @@ def arm_figures(parts: Parts, effort: MeasureEffort) -> list[ArmFigures]:
 
 
 def roofline(device: Document) -> Roofline | None:
-    """Of a GPU, with the bandwidth that was measured in the run; None on the host."""
+    """Return a GPU's roofline, with the bandwidth measured in the run; None on the host."""
     if not device["copy_gb_s"]:
         return None
     return Roofline(

@@ -50,7 +50,7 @@ class Surge:
 
 @dataclass(frozen=True)
 class Steps:
-    """What a stretch of steps took.
+    """Steps of a stretch of time.
 
     Attributes:
         latencies_us: in order; steps that admit requests among them.
@@ -157,7 +157,7 @@ def run_load(
 
 
 class _Surges:
-    """When surges come, and how long each waits."""
+    """Surges, and the wait before each."""
 
     def __init__(self, surge: Surge) -> None:
         self._surge = surge

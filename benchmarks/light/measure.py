@@ -27,7 +27,7 @@ POINT_TOKENS = 128
 
 @dataclass(frozen=True)
 class MeasureEffort:
-    """How much is measured.
+    """Amount of measurement.
 
     Attributes:
         batches, context: of the profile.
@@ -75,7 +75,7 @@ class Parts:
         return found
 
     def get(self, stage: str, default: Document) -> Document:
-        """What a stage found, or `default` where it was not measured."""
+        """Return what a stage found, or `default` where it was not measured."""
         return self._done.get(stage, default)
 
     def keep(self, stage: str, found: Document) -> Document:
@@ -208,7 +208,7 @@ class Bench:
         return worker.done_within(found["begin_ns"], found["end_ns"])
 
     def _corun(self) -> Document:
-        """Beside the worker on each of its shares: stage 2 of the predictor, and its profile."""
+        """Measure beside the worker on each of its shares: the predictor's stage 2, and profile."""
         worker = self._at_work()
         began_s, rows = time.monotonic(), []
         splits = self._at_decode().facts["splits"]

@@ -47,7 +47,7 @@ class ProcessEnded(RuntimeError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What all processes are told.
+    """Plan that all processes share.
 
     Attributes:
         folder: logs, run directory and jobs go there; a short path, for sockets lie in it.
@@ -81,7 +81,7 @@ class Plan:
         rank: int = 16,
         **more: Any,
     ) -> Plan:
-        """With a model of that shape, and a job without end over rows that are all as long.
+        """Return the plan of a model of that shape, and an endless job over rows of equal length.
 
         `more`: the other attributes.
         """
@@ -107,12 +107,12 @@ class Plan:
 
     @property
     def run_dir(self) -> RunDir:
-        """Of the pod."""
+        """Run directory of the pod."""
         return RunDir(self.folder)
 
     @property
     def environ(self) -> dict[str, str]:
-        """Of every process."""
+        """Environment of every process."""
         return {**os.environ, **self.environment}
 
 
@@ -173,7 +173,7 @@ class Decode:
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """What the last command found. Raises ProcessEnded."""
+        """Return what the last command found. Raises ProcessEnded."""
         return self._read()
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ class Decode:
 
 
 class _Agent(agent_pb2_grpc.AgentServicer):
-    """Whom the worker reports to; commands nothing, and writes what has happened to its log."""
+    """Agent of the worker; commands nothing, and writes what happens to its log."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -252,7 +252,7 @@ class Worker:
             time.sleep(0.25)
 
     def done_within(self, begin_ns: int, end_ns: int) -> dict[str, Any]:
-        """What it got done between two moments (CLOCK_MONOTONIC). Raises ProcessEnded.
+        """Return what it got done between two moments (CLOCK_MONOTONIC). Raises ProcessEnded.
 
         Its rate is that between its first and its last optimizer step in there: 0 where fewer than
         two of them are. Besides, tasklets by phase: their time, that of queueing, tokens, units.

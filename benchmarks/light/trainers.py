@@ -1,4 +1,4 @@
-"""Trainers: finetune workers without grants, on cores that they are told, which run in turns."""
+"""Trainers: finetune workers without grants, on given cores, which run in turns."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class Trainer:
         self._process.send_signal(signal.SIGSTOP)
 
     def tasklets(self) -> list[TaskletEvent]:
-        """What it has run, in order; the step that is under way is not told yet."""
+        """Return what it has run, in order, without the step that is under way."""
         return Events.read(self._folder).tasklets
 
     def all_tasklets(self) -> list[TaskletEvent]:
-        """What it has run up to now; it trains on until that is told. Raises ProcessEnded."""
+        """Return what it has run up to now; it trains on until then. Raises ProcessEnded."""
         now_ns, deadline = time.monotonic_ns(), time.monotonic() + _TOLD_WITHIN_S
         with at_work([self]):
             while (ran := self.tasklets())[-1].end_ns < now_ns:
@@ -97,7 +97,7 @@ class Trainer:
 
 
 class TakesTurns(Protocol):
-    """What goes on and stands still."""
+    """Part that runs and pauses in turns."""
 
     def go(self) -> None:
         """Go on."""
@@ -108,7 +108,7 @@ class TakesTurns(Protocol):
 
 @contextlib.contextmanager
 def at_work(trainers: Sequence[TakesTurns]) -> Iterator[None]:
-    """These go on meanwhile."""
+    """Let these run meanwhile."""
     for trainer in trainers:
         trainer.go()
     try:
@@ -131,7 +131,7 @@ def two_cores() -> list[int]:
 def decoding(
     *, arena_bytes: int, max_batch: int
 ) -> Iterator[tuple[Plan, Decode, contextlib.ExitStack]]:
-    """Decode in a process of its own, until the block ends; what trainers are told beside it.
+    """Run decode in a process of its own until the block ends; yield its plan for trainers.
 
     What is put on the stack ends before decode does.
     """
@@ -153,7 +153,7 @@ def tokens_between(tasklets: Sequence[TaskletEvent], begin_ns: int, end_ns: int)
 
 
 def share_within(event: StepEvent | TaskletEvent, begin_ns: int, end_ns: int) -> float:
-    """Share of an event's time that lies between two moments."""
+    """Return the share of an event's time between two moments."""
     within = min(end_ns, event.end_ns) - max(begin_ns, event.start_ns)
     return max(0, within) / max(1, event.end_ns - event.start_ns)
 

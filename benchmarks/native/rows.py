@@ -1,4 +1,4 @@
-"""What the benchmark of the core measures, what it shall reach, and how it is built and run."""
+"""Rows of the core's benchmark: their goals, and how it is built and run."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def build_native() -> Path:
 
 
 def measure_native(trace: Path, driver: str, *, quick: bool) -> list[Result]:
-    """Everything that `windrow_bench` prints, with its goals.
+    """Return everything that `windrow_bench` prints, with its goals.
 
     Args:
         trace: of allocations, for the small pool.

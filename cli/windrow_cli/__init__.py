@@ -1,6 +1,6 @@
 """The `windrow` command.
 
-Exit codes: 0 done; 1 it failed; 2 the command line, a manifest or a file must be mended; 3
+Exit codes: 0 done; 1 it failed; 2 the command line, a manifest or a file must be fixed; 3
 something is not reachable just now: try again; 130 interrupted. What ends a command is a line on
 standard error and, where it was asked for `--json`, an object on standard output too.
 """
@@ -125,7 +125,7 @@ def _call(arguments: list[str] | None, name: str) -> Any:  # noqa: ANN401 - of t
 
 
 def _asked_for_json(arguments: list[str]) -> bool:
-    """Whether a command line, a wrong one too, asks for JSON on standard output.
+    """Return whether a command line, a wrong one too, asks for JSON on standard output.
 
     `--json` behind a command that hands its options on asks for none.
     """

@@ -51,7 +51,7 @@ Node = Annotated[
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What a demo runs: fields of `windrow_lab.demo.run.DemoSettings`."""
+    """Options of a demo: fields of `windrow_lab.demo.run.DemoSettings`."""
 
     seconds: Annotated[float, typer.Option(help="How long requests arrive.")] = 60.0
     rate: Annotated[
@@ -85,7 +85,7 @@ class DemoOptions:
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """How the ways of sharing are compared, with `--compare`."""
+    """Options of a comparison (`--compare`)."""
 
     rounds: Annotated[
         int, typer.Option(help="With --compare: five or more; six can name a winner.")
@@ -115,7 +115,7 @@ def demo(
 ) -> None:
     """Watch the whole system do its job: serving under load, a FinetuneJob harvested beside it.
 
-    The summary lies in OUT/summary.json as well, the report in OUT/report.html. With --json what
+    The summary is in OUT/summary.json as well, the report in OUT/report.html. With --json what
     happens meanwhile is shown on standard error.
 
     Example: windrow demo --seconds 60 --out out/demo

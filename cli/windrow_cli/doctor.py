@@ -70,7 +70,7 @@ def _show(findings: list[Finding], *, as_json: bool) -> None:
 
 
 def _gpu_checks() -> list[Finding]:
-    """What `windrow_sidecar.compute.gpu_check` finds; a fault of the GPU's ends it, not us."""
+    """Return what `windrow_sidecar.compute.gpu_check` finds; a GPU fault ends it, not us."""
     command = [sys.executable, "-m", "windrow_sidecar.compute.gpu_check"]
     try:
         run = subprocess.run(

@@ -122,7 +122,7 @@ def _explain_slot(
 
 
 def _has_decisions(name: str) -> bool:
-    """Whether a name is a process or a path: no job has such a name, but for a number."""
+    """Return whether a name is a process or a path: no job has such a name, but for a number."""
     return name.isdigit() or "/" in name
 
 

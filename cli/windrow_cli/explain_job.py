@@ -31,7 +31,7 @@ _ADVICE: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a job is where it is.
+    """Explanation of why a job is where it is.
 
     Attributes:
         job: namespace/name.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SlotExplanation:
-    """What a slot does, and why.
+    """Explanation of what a slot does, and why.
 
     Attributes:
         slot: namespace/name.

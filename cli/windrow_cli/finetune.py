@@ -210,9 +210,9 @@ def _while_read(show: Callable[[int, RunSummary], None]) -> Callable[[int, RunSu
 
 @contextmanager
 def _shown(names: list[str], quiet: bool) -> Iterator[Callable[[int, RunSummary], None]]:
-    """Show what is told: a bar on a terminal, else a line every ten seconds and for each event.
+    """Show reports: a bar on a terminal, else a line every ten seconds and for each event.
 
-    What is yielded is told of a job by its number; of several each line begins with its name.
+    The yielded function takes a job's number and report; of several each line begins with its name.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
@@ -275,7 +275,7 @@ class _Lines:
 
 
 def _state(told: RunSummary, pace: Any, *, short: bool = False) -> str:  # noqa: ANN401
-    """Say where a job stands; what no step has told is a dash. `short`: a bar stands beside it."""
+    """Return a job's state in words; what no step has reported is a dash. `short`: beside a bar."""
     rate, left = pace.see(told)
     if not told.total_steps:
         return ""

@@ -1,4 +1,4 @@
-"""`windrow memory`: what lies in the memory of a live decode pod."""
+"""`windrow memory`: owners of the memory of a live decode pod."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands have in common: their options, tables and JSON."""
+"""Options, tables and JSON that commands have in common."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _kubeconfig_of_up() -> Path | None:
 
 
 def is_lab(missing: ModuleNotFoundError) -> bool:
-    """Whether what is missing is the laptop, which the wheel of a pod's image leaves out."""
+    """Return whether the missing module is the laptop, which a pod image's wheel leaves out."""
     return (missing.name or "").partition(".")[0] == "windrow_lab"
 
 
@@ -127,7 +127,7 @@ def print_json(value: object) -> None:
 def print_line(text: str) -> None:
     """Write a line to standard output, at once; where nobody reads it any more, it is dropped.
 
-    What a disk does not take is told on standard error, once.
+    A full disk is reported on standard error, once.
     """
     if sys.stdout is None:  # the command was started without one
         return

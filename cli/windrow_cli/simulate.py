@@ -23,7 +23,7 @@ _UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "": 1.0}
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """What is simulated: the fields of the simulator's settings, as a command line has them."""
+    """Options of a simulation: the fields of the simulator's settings, for a command line."""
 
     gpus: Annotated[int, typer.Option(help="Decode GPUs of the cluster.")] = 16
     gpu: Annotated[

@@ -106,7 +106,7 @@ def row_of(slot: SlotView) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Columns:
-    """What fits into a terminal's width: figures are never cut, drawings get smaller."""
+    """Columns that fit a terminal's width: figures are never cut, drawings get smaller."""
 
     width: int
     line: int  # looks in the small line, at least as wide as its head
@@ -156,7 +156,7 @@ def _end_of(name: str, width: int) -> str:
 
 
 class Screen:
-    """What the live display shows, as wide as there is room.
+    """Screen of the live display, as wide as there is room.
 
     Args:
         slots: all of them.

@@ -1,1 +1,1 @@
-"""Which job goes on which GPU, and what we tell the user."""
+"""Placement of jobs on GPUs, and reports to the user."""

@@ -30,7 +30,7 @@ class PodView:
 
     Attributes:
         terms: of its policy now; None: no policy selects it.
-        slots: that its sidecar told of and that are attached.
+        slots: that its sidecar reported and that are attached.
         held: a job is on one of its slots, by the job's status.
         asked_at: when a sidecar was last added, by this operator.
         retry_at: not before then, since adding one was refused.

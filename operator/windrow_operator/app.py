@@ -44,7 +44,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Ports:
-    """Where the operator listens; kept in the state file, so that a restart finds them again."""
+    """Ports of the operator; kept in the state file, so that a restart finds them again."""
 
     attach: int
     webhook: int
@@ -53,7 +53,7 @@ class Ports:
 
 @dataclass(frozen=True)
 class StateFile:
-    """What the starter of the process reads: pid, ports, whether it is ready."""
+    """State that the starter of the process reads: pid, ports, whether it is ready."""
 
     path: Path | None
 
@@ -86,7 +86,7 @@ def utc_now() -> datetime:
 
 @dataclass(frozen=True)
 class _Served:
-    """What every replica serves, and what a leader needs of it."""
+    """Parts that every replica serves, as a leader needs them."""
 
     ports: Ports
     attach: AttachServer
@@ -235,7 +235,7 @@ class App:
 
         Args:
             act: raises ApiError or UserError for what the cluster lacks.
-            said: told each time what that is.
+            said: called each time with what that is.
         """
         pause_s = _FIRST_PAUSE_S
         while not self._stop.is_set():
@@ -421,7 +421,7 @@ async def _serve_http(
 
 
 async def _end(tasks: list[asyncio.Task[Any]]) -> None:
-    """End tasks; one that was already told to stop has a moment for it."""
+    """End tasks; one that is already stopping has a moment for it."""
     await asyncio.wait(tasks, timeout=0 if len(tasks) > 1 else _STOP_SECONDS)
     for task in tasks:
         task.cancel()

@@ -72,7 +72,7 @@ _MOST_PROFILES: Final = 2 * MOST_SLOTS
 
 
 class Leadership(Protocol):
-    """Whether this replica leads (see `lease.LeaderLease`)."""
+    """Leadership of this replica (see `lease.LeaderLease`)."""
 
     term: int
     leader_address: str
@@ -85,7 +85,7 @@ class Leadership(Protocol):
 
 
 class _NoLeader:
-    """Before it is known who leads."""
+    """Placeholder before it is known who leads."""
 
     term, leader_address = 0, ""
 
@@ -97,10 +97,10 @@ class _NoLeader:
 
 
 class Listener(Protocol):
-    """What the news of sidecars is for: the parts of a replica that leads."""
+    """Parts of a leading replica that receive the news of sidecars."""
 
     def on_news(self) -> None:
-        """Something happened that decisions depend on."""
+        """Note that something happened that decisions depend on."""
 
     def on_heartbeat(self) -> None:
         """A heartbeat came; less urgent."""
@@ -363,7 +363,8 @@ class AttachServer(pb_grpc.AttachServicer):
     ) -> None:
         """Note when the pod's next heartbeat is due: soon, while a job is on one of its slots.
 
-        Each slot reports by itself, one at rest seldom, whatever goes on on the others.
+        Each slot has its own schedule of reports, one at rest a slow one, independent of the
+        others.
         """
         slots = self._cluster.slots_of(session.pod.uid)
         others = (self._is_at_rest(other, other.beat) for other in slots if other is not live)

@@ -60,7 +60,7 @@ def _is_sane(facts: pb.SlotFacts) -> bool:
 
 
 def most_tokens_per_second(facts: pb.SlotFacts) -> float:
-    """Return what the slot's hardware can train at most, whatever its sidecar promises."""
+    """Return what the slot's hardware can train at most, whatever its sidecar reports."""
     if facts.driver == "host":
         cores = min(max(1, facts.compute_units), _MOST_CORES)
         return cores * _CORE_FLOPS / (_FLOPS_PER_PARAMETER * _FEWEST_ON_HOST)

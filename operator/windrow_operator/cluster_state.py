@@ -1,6 +1,6 @@
-"""What the operator knows at this moment, as decisions see it: watched objects and sidecars' words.
+"""Knowledge of the operator at this moment: watched objects and sidecars' reports.
 
-A plain store without effects. Views of slots and jobs are made anew only where something about them
+A plain store without effects. Views of slots and jobs are remade only where something about them
 has changed.
 """
 
@@ -167,7 +167,7 @@ class ClusterState(WatchedObjects):
         return tuple(self._holder(uid) for uid in uids)
 
     def _has_ended(self, running: pb.RunningJob) -> bool:
-        """Return whether the sidecar has told the end of what its last heartbeat still names."""
+        """Return whether the sidecar reported the end of what its last heartbeat still names."""
         run = self.runs.get(running.job_uid)
         return run is not None and run.epoch == running.epoch and run.state not in ALIVE
 
@@ -295,7 +295,7 @@ class ClusterState(WatchedObjects):
         )
 
     def _named(self, uid: str, asks: Body, other: FinetuneJobSpec) -> str:
-        """Return a job in words for whoever wrote the job `asks`: no other tenant's name.
+        """Return a job in words for the author of the job `asks`: no other tenant's name.
 
         Of one's own namespace its key, and its name of the destination where `other` has another.
         """
@@ -342,7 +342,7 @@ class ClusterState(WatchedObjects):
         return bool(body) and status.get("slot") == slot and status.get("epoch") == epoch
 
     def assign(self, uid: str, epoch: int, slot: str, now: datetime) -> None:
-        """Remember that the sidecar was told to run a job."""
+        """Remember that the sidecar has the order to run a job."""
         checkpoint = ((self.jobs.get(uid) or {}).get("status") or {}).get("checkpoint") or {}
         step = int(checkpoint.get("step", 0))
         self.put_run(
@@ -387,7 +387,7 @@ def _is_same(one: object, other: object) -> bool:
     """Return whether both are one object, or small values that are equal.
 
     Objects of the API server and messages are replaced, never changed; to compare them by what they
-    hold would cost more than to make a view anew.
+    hold would cost more than to remake a view.
     """
     return one is other or (isinstance(one, (str, int, tuple, frozenset)) and one == other)
 
@@ -400,9 +400,8 @@ def jobs_of(beat: pb.SlotHeartbeat) -> list[pb.RunningJob]:
 def _outputs(pod: Pod, terms: EffectivePolicy | None) -> tuple[str, ...]:
     """Return where jobs may write on the policy's volumes that are in the pod and can be written.
 
-    `{namespace}` stands for that of the job, where each has a folder of its own.
-    One that the policy has under the same name but of another claim, directory or path than when
-    the pod was made is not.
+    `{namespace}` means that of the job, where each has a folder of its own. One that the policy has
+    under the same name but of another claim, directory or path than when the pod was made is not.
     """
     policy = terms.policy if terms else None
     if policy is None or policy.spec is None:

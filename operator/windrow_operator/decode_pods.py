@@ -22,7 +22,7 @@ ANNOTATION_DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How the pods of one stack say that they decode.
+    """Rule by which the pods of one stack are recognised as decode.
 
     Attributes:
         matches: the test of a pod.
@@ -197,7 +197,7 @@ _NO_SIGN = "no sign of another one"
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Which engine a container runs, and by which evidence.
+    """Engine that a container runs, and the evidence for it.
 
     Attributes:
         name: `sglang`, or that of one that Windrow cannot drive.

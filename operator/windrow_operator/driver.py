@@ -267,7 +267,7 @@ class Driver:
         self._cluster.changed_jobs.mark_all(before.keys() ^ after.keys())
 
     def _move(self, now: datetime) -> None:
-        """Choose which jobs move to a slot that promises much more; what was chosen stays so."""
+        """Choose jobs for a slot with a much higher predicted rate; earlier choices stay."""
         held = (uid for uids in self._cluster.index.held.values() for uid in uids)
         for uid, words in self._moves.due(self._cluster.job_views(held), self._slots, now).items():
             if uid not in self._cluster.moving:

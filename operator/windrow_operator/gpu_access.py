@@ -30,7 +30,7 @@ _NO_DEVICE = frozenset({"", "void", "none"})
 
 @dataclass(frozen=True, slots=True)
 class GpuAccess:
-    """How the sidecar's container gets at decode's GPU.
+    """Way in which the sidecar's container gets at decode's GPU.
 
     Attributes:
         way: `none`: it gets nothing.
@@ -91,7 +91,7 @@ def choose_access(
 
 
 def _best(decoder: Mapping[str, Any], asked: SidecarSpec, sharing: SharingMode) -> GpuAccess:
-    """What needs no word of anybody's: nothing that shows the sidecar more than decode has."""
+    """Return the access that needs no permission: it shows the sidecar no more than decode has."""
     name, claims, resource = decoder["name"], _claims(decoder), _gpu_resource(decoder)
     if sharing != "temporal" and _pipes(decoder):
         return _by_daemon(decoder, f"container {name} is a client of a daemon of the node")

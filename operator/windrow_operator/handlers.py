@@ -35,7 +35,7 @@ Note = Callable[[dict[str, Any], Event], Awaitable[None]]
 
 @dataclasses.dataclass(frozen=True)
 class Watching:
-    """What the handlers act on."""
+    """Objects that the handlers act on."""
 
     cluster: ClusterState
     metrics: Metrics

@@ -2,9 +2,9 @@
 
 One job that fails says little about the slot. Jobs of several owners that fail there, one after the
 other and without one that got further in between, say that it is the slot: a device that errs, a
-volume that is not mounted. It then rests, longer each time, and says so. What is known stands in
-the slot's status, so that another leader goes on from it; jobs are named there by their UIDs, for
-whoever may read a slot need not know what other tenants call their jobs.
+volume that is not mounted. It then rests, longer each time, and says so. What is known is in
+the slot's status, so that another leader goes on from it; jobs appear there by their UIDs, since a
+reader of a slot need not know what other tenants call their jobs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Record:
 
 
 class SlotHealth:
-    """What failed where."""
+    """Failures on a slot."""
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}

@@ -68,12 +68,12 @@ Patch = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class SidecarTemplate:
-    """What is the same in every sidecar.
+    """Part that is the same in every sidecar.
 
     Attributes:
         operator_address: host:port of the Attach service.
         operator_ca: PEM of the authorities to trust, until the pod has its file of them.
-        image: of the sidecar; `decode` stands for the image of the pod's decode container.
+        image: of the sidecar; `decode` means the image of the pod's decode container.
         cpu: request and limit of a native sidecar; an ephemeral container can have neither.
         memory: likewise.
     """
@@ -92,7 +92,7 @@ class SidecarTemplate:
 
 @dataclass(frozen=True, slots=True)
 class PodNamespace:
-    """What a pod under creation finds in its namespace.
+    """Objects that a pod under creation finds in its namespace.
 
     Attributes:
         labels: of the namespace.
@@ -105,7 +105,7 @@ class PodNamespace:
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """What is done with a pod at its creation.
+    """Change to a pod at its creation.
 
     Attributes:
         rule: by which it decodes.
@@ -129,7 +129,7 @@ class Injection:
 
     @property
     def said(self) -> tuple[str, ...]:
-        """What its creator is told."""
+        """Messages to its creator."""
         return (*self.warnings, self.gpu.lacks) if self.gpu.lacks else self.warnings
 
 
@@ -572,7 +572,7 @@ def _field(name: str, path: str) -> Body:
 
 
 def _merge(entries: list[Body], entry: Body) -> None:
-    """Add `entry` unless one of its name is there: what stands already was meant."""
+    """Add `entry` unless one of its name exists: existing entries are intended."""
     if all(other["name"] != entry["name"] for other in entries):
         entries.append(entry)
 

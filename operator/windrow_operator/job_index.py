@@ -21,7 +21,7 @@ _Rank = tuple[bool, str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Under what a job stands in the indexes."""
+    """Keys of a job in the indexes."""
 
     slot: str = ""
     places: frozenset[str] = frozenset()
@@ -59,7 +59,7 @@ class JobIndex:
     def put(
         self, body: Body, policies_: Iterable[CheckedPolicy], mounts: Iterable[Mount]
     ) -> set[str]:
-        """Index a job anew; return the UIDs of the jobs whose destination this may decide.
+        """Index a job again; return the UIDs of the jobs whose destination this may decide.
 
         Args:
             body: the job.

@@ -1,7 +1,7 @@
 """Carries out what `reconcile` decides about one job: status, finalizer, commands, events.
 
-What a step wants to tell a sidecar is told only after the API server has taken the status that says
-so; a slot is reserved from the decision until then.
+What a step wants to send to a sidecar is sent only after the API server has taken the status that
+says so; a slot is reserved from the decision until then.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class JobSteps:
         kube: a client that may write.
         recorder: of events.
         metrics: of the process.
-        sidecars: who is told.
+        sidecars: receive the orders.
         look_again: asked to give a job another step after that time.
         timeouts: for decisions.
         clock: the time, aware.
@@ -226,7 +226,7 @@ class JobSteps:
         return written
 
     async def _refresh(self, job: Job) -> None:
-        """Somebody else wrote the job first: take the newest version and decide again."""
+        """Take the newest version of a job that another client changed first, and decide again."""
         try:
             body = await self._kube.get(kind_path(FINETUNE_JOB, job.namespace, job.name))
         except ObjectNotFound:
@@ -273,7 +273,7 @@ def _places(actions: Actions) -> bool:
 
 
 def assignment(job: Job, command: Command, slot: Slot, index: int) -> pb.Assign:
-    """Return what the sidecar of a slot is told: the spec as it was decided on."""
+    """Return the order to the sidecar of a slot: the spec as it was decided on."""
     policy = slot.terms.policy if slot.terms else None
     checkpoint = job.status.get("checkpoint") or {}
     checkpoint_path = own_checkpoint(

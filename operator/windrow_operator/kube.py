@@ -44,16 +44,16 @@ class ApiError(Transient):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the same call would be answered the same: it was understood, and refused."""
+        """True where the same call would get the same answer: it was understood, and refused."""
         return 400 <= self.status < 500 and self.status != 429
 
 
 class Conflict(ApiError):
-    """Somebody else wrote first, or the object exists already."""
+    """Conflict of a write: another client wrote first, or the object exists already."""
 
 
 class ObjectNotFound(ApiError):
-    """There is no such object."""
+    """Error of a request for an object that does not exist."""
 
 
 def kind_path(kind: Kind, namespace: str | None = None, name: str = "", sub: str = "") -> str:
@@ -169,7 +169,7 @@ class Kube:
     async def pieces(self, path: str, *, labels: str = "") -> AsyncIterator[Sequence[Body]]:
         """Yield the objects of a collection, so that thousands hold nothing else up for long.
 
-        Where the version that is listed is kept no longer, it begins anew: objects come twice.
+        Where the listed version is no longer kept, the listing starts over: objects come twice.
         """
         selector = {"labelSelector": labels} if labels else {}
         token = ""

@@ -1,6 +1,6 @@
 """Run what the leading replica does in one term, from the first listing to the last task.
 
-Everything here is made anew for each term, so that nothing of an earlier one is acted on.
+Everything here is made for one term, so that nothing of an earlier one is acted on.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Leading:
     """The parts that act, for one term.
 
     Args:
-        cluster: what is known; taken up anew before this is made.
+        cluster: what is known; read again before this is made.
         kube: a client that refuses to write when the term is over.
         metrics: of the process.
         attach: where sidecars come.
         registration: of the webhook.
         template: of a sidecar.
-        trust: tells sidecars which authorities to trust.
+        trust: gives sidecars the authorities to trust.
         namespace: of the operator, where the cluster's switch is.
         timeouts: for decisions.
         namespaces: that are served; none: all.

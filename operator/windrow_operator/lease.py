@@ -30,12 +30,12 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class NotLeading(Transient):
-    """This replica may not act now."""
+    """Error of a replica that may not act now."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """In seconds. Another takes over `duration` + 2 `retry` after the last renewal at the latest.
+    """Times of a lease in seconds. Another takes over `duration` + 2 `retry` after a renewal.
 
     It sees the renewal at its next look, and that it is old enough at a later one; what the API
     server takes to answer comes on top.

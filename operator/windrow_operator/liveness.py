@@ -1,9 +1,9 @@
-"""What of the operator does not move any more, so that a restart would mend it.
+"""Parts of the operator that no longer move, so that a restart would help.
 
 An API server that is slow or away is no reason to end: every call to it ends after a bounded time,
-and a step that ended so has moved. What counts is that a part which waits for nothing stands still,
+and a step that ended so has moved. What counts is that a part which waits for nothing is stuck,
 that steps are due and none has ended for longer than the slowest one takes, or that the watches
-keep telling less than a listing finds.
+keep reporting less than a listing finds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STUCK_AFTER: Final = 3
 
 
 class Liveness:
-    """Told by the parts as they move; asked by the kubelet.
+    """Record of the parts' movements; asked by the kubelet.
 
     Args:
         clock: seconds that only grow.
@@ -34,7 +34,7 @@ class Liveness:
         self._missed_in_a_row = 0
 
     def leads(self, *, yes: bool) -> None:
-        """Note whether this replica leads; one that stands by has no queue."""
+        """Note whether this replica leads; a replica on standby has no queue."""
         self._leads = yes
         self._looked = self._stepped = self._clock()
 
@@ -49,7 +49,7 @@ class Liveness:
         self._stepped = self._clock()
 
     def compared(self, missed: Mapping[str, int]) -> None:
-        """Note how many objects a comparison found that the watches ought to have told of."""
+        """Note how many objects a comparison found that the watches had not reported."""
         self._missed_in_a_row = self._missed_in_a_row + 1 if missed else 0
 
     def stalled(self) -> str:

@@ -1,8 +1,8 @@
 """Keep the process's pauses short and its memory small, with thousands of objects and streams.
 
 Python's collector of cycles goes through every object now and then, and nothing else runs
-meanwhile: with 1,000 sidecars 0.1 s, with 5,000 0.5 to 0.7 s, to be rid of a few hundred. So it no
-longer does so by itself, and what has lived for a minute is set aside (`gc.freeze`), where it
+meanwhile: with 1,000 sidecars 0.1 s, with 5,000 0.5 to 0.7 s, to be rid of a few hundred. So
+automatic collection is off, and what has lived for a minute is set aside (`gc.freeze`), where it
 passes it over. What is set aside still goes when nobody refers to it any more; only cycles stay, of
 which ended streams leave some, and those that begin. So everything is collected again when many
 streams have ended, a minute after many have come, and now and then.
@@ -30,7 +30,7 @@ _YOUNG = 1  # and the generation before it: some ten thousand objects
 
 
 class ProcessMemory:
-    """Collects, sets aside, and hands back; to be told how many streams there are."""
+    """Collects, sets aside, and hands back memory; receives the number of streams."""
 
     def __init__(self) -> None:
         self._streams, self._calls = 0, 0

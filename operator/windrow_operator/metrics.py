@@ -22,7 +22,7 @@ from windrow_operator.work_queue import in_pieces
 
 
 class Metrics:
-    """Everything that the operator counts. One registry, so that tests and processes do not mix."""
+    """Counters of the operator. One registry, so that tests and processes do not mix."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -137,7 +137,7 @@ class Metrics:
         self._leader.set(bool(term))
 
     def missed(self, objects: Mapping[str, int]) -> None:
-        """Note how many objects a comparison found that the watches ought to have told of."""
+        """Note how many objects a comparison found that the watches had not reported."""
         self.liveness.compared(objects)
         for kind, count in objects.items():
             self._watch_missed.labels(kind).inc(count)
@@ -206,7 +206,7 @@ def state_word(body: Mapping[str, Any]) -> str:
 
 
 def _waits_since(job: Job) -> datetime:
-    """When a job began to wait: it was made, lost its slot, or was no longer suspended."""
+    """Return when a job began to wait: it was made, lost its slot, or was no longer suspended."""
     conditions = job.status.get("conditions")
     turns = [get_condition(conditions, kind) for kind in (T.PLACED, T.SUSPENDED)]
     since = [datetime.fromisoformat(turn["lastTransitionTime"]) for turn in turns if turn]

@@ -49,7 +49,7 @@ def name_in(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SidecarState:
-    """How far a pod's sidecar is, by the pod object.
+    """State of a pod's sidecar, by the pod object.
 
     Attributes:
         prepared: the pod has what a sidecar needs.
@@ -78,7 +78,7 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """What is kept of a decode pod."""
+    """Decode pod, as far as it is kept."""
 
     namespace: str
     name: str
@@ -120,7 +120,7 @@ class CheckedPolicy:
 
 @dataclass(frozen=True, slots=True)
 class EffectivePolicy:
-    """What a pod's policy allows at this moment."""
+    """Terms of a pod's policy at this moment."""
 
     policy: CheckedPolicy
     mode: str  # harvest, observe, off
@@ -139,7 +139,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgress:
-    """How far a worker is; of JobEvents and heartbeats."""
+    """Progress of a worker; of JobEvents and heartbeats."""
 
     step: int = 0
     total_steps: int = 0
@@ -154,7 +154,7 @@ class WorkerProgress:
 
 
 class RunState(StrEnum):
-    """What is known of one placement."""
+    """State of one placement."""
 
     ASSIGNED = "assigned"  # the sidecar was told; no word of the worker yet
     RUNNING = "running"

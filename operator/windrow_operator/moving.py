@@ -1,7 +1,7 @@
-"""Which jobs move because decode leaves them little where they are: a pure decision.
+"""Jobs to move because decode leaves them little where they are: a pure decision.
 
 Decode's load comes and goes, and a move costs the time to load the job elsewhere; so a job moves
-only where another slot has promised several times as much for minutes, where what it would do more
+only where another slot has predicted several times as much for minutes, where what it would do more
 within a while is worth more than the move, and less and less often. What it has done is kept by a
 checkpoint, as for every stop.
 """

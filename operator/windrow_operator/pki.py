@@ -148,7 +148,7 @@ def begins_at(pair: KeyPair) -> datetime:
 
 
 def is_due(server: KeyPair, now: datetime) -> bool:
-    """Return whether a server's certificate is to be made anew."""
+    """Return whether a server's certificate is due for renewal."""
     begun, ends = begins_at(server), ends_at(server)
     return now >= begun + _SERVER_RENEWED_AT * (ends - begun)
 

@@ -150,7 +150,7 @@ def _sharing_refusal(job: Job, slot: Slot) -> str:
 
 
 def _names(job: Job, holders: list[Holder]) -> str:
-    """Return jobs in words for whoever wrote `job`: by name those of its own namespace."""
+    """Return jobs in words for the author of `job`: by name those of its own namespace."""
     words = [holder.name for holder in holders if _may_be_named(job, holder)]
     if n_others := len(holders) - len(words):
         words.append(f"{'a job' if n_others == 1 else f'{n_others} jobs'} of another namespace")
@@ -158,7 +158,7 @@ def _names(job: Job, holders: list[Holder]) -> str:
 
 
 def _may_be_named(job: Job, holder: Holder) -> bool:
-    """Return whether whoever wrote `job` may know what `holder` is called."""
+    """Return whether the author of `job` may know what `holder` is called."""
     return not holder.is_known or _is_of(job, holder)
 
 

@@ -137,7 +137,7 @@ def source_of(namespace: str, claim: str | None, node_path: str | None) -> str:
 
 
 def config_of(terms: EffectivePolicy | None) -> pb.PolicyConfig:
-    """Return what the sidecar is told. Without a policy nothing is harvested."""
+    """Return the message for the sidecar. Without a policy nothing is harvested."""
     if terms is None or terms.policy.spec is None:
         return pb.PolicyConfig(name="", mode="off")
     spec = terms.policy.spec
@@ -159,7 +159,7 @@ def config_of(terms: EffectivePolicy | None) -> pb.PolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class PolicyCounts:
-    """What a policy has under it."""
+    """Counts of what a policy has under it."""
 
     pods: int = 0
     slots: int = 0

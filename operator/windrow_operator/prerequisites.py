@@ -32,7 +32,7 @@ _REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """What the operator does to a resource."""
+    """Right that the operator needs on a resource."""
 
     verbs: tuple[str, ...]
     resource: str  # with its subresource: pods/status

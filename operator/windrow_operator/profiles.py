@@ -1,7 +1,7 @@
 """Store LatencyProfiles that sidecars report, and give them to new pods of a known kind.
 
 To measure a profile takes a pod the better part of a minute before it serves. So what pods have
-measured lies in a ConfigMap of their namespace, which every decode pod mounts: an engine that finds
+measured is in a ConfigMap of their namespace, which every decode pod mounts: an engine that finds
 its own kind there checks a few steps against it and starts.
 """
 
@@ -116,7 +116,7 @@ class Profiles:
     async def publish(self, now: datetime) -> None:
         """Bring the ConfigMap of each namespace up to date with what is stored there.
 
-        One that cannot be written is told and holds up no other; it is tried at the next call.
+        A failed write is reported and holds up no other; it is tried at the next call.
         """
         for namespace in sorted(self._known.keys() | self._written.keys()):
             wanted = _config_map(namespace, self._known.get(namespace, {}))

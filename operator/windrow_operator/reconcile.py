@@ -31,7 +31,7 @@ from windrow_operator.slot_table import SlotTable
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long the operator waits for what."""
+    """Timeouts of the operator's decisions."""
 
     # A stream that is dead without a word is ended after 3 to 10 s (see `attach`), so that a slot
     # is lost within 30 s and not before 20. By then a sidecar has dialled again (after ten seconds
@@ -63,7 +63,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What people look for in `kubectl describe`."""
+    """Event that people look for in `kubectl describe`."""
 
     reason: str
     message: str
@@ -265,7 +265,7 @@ def _placed(
 
 
 def _warnings(job: Job, after: Mapping[str, Any]) -> tuple[Event, ...]:
-    """What is to be said of checkpoints and destination, where that is news."""
+    """Return what is to be said of checkpoints and destination, where that is news."""
     held, events = job.status.get("conditions"), []
     said = get_condition(after.get("conditions"), T.CHECKPOINTED)
     if said is not None and said != get_condition(held, T.CHECKPOINTED):
@@ -279,7 +279,7 @@ def _warnings(job: Job, after: Mapping[str, Any]) -> tuple[Event, ...]:
 def _ended(
     job: Job, run: JobPlacement, now: datetime, timeouts: Timeouts, *, pod_gone: bool = False
 ) -> Actions:
-    """The placement is over; what that means for the job, and what was not told before."""
+    """Return the actions after a placement's end: its effect on the job, and pending reports."""
     step = _after(job, run, now, timeouts, pod_gone=pod_gone)
     if run.state in (RunState.SUCCEEDED, RunState.STOPPED) and run.got_further:
         step = replace(step, slot_failed=False)

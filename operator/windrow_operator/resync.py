@@ -1,9 +1,10 @@
 """List the cluster's objects: once before a replica acts, and then now and again to compare.
 
-A watch that begins anew after its version has expired tells of no object that was deleted
-meanwhile, and one that is stuck tells of nothing. So now and then everything is listed; what the
-watch ought to have told and did not is taken up, and said. A listing that has an older version than
-was known before it began is of a store that was put back to a snapshot: then the older one is true.
+A watch that restarts after its version has expired reports no object that was deleted
+meanwhile, and one that is stuck reports nothing. So now and then everything is listed; what the
+watch should have reported and did not is taken up and logged. A listing that has an older version
+than was known before it began is of a store that was put back to a snapshot: then the older one is
+true.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Resync:
         return missed
 
     async def _each(self, kind: _Watched) -> AsyncIterator[Body]:
-        """Yield the objects of a kind, some of them twice where the listing had to begin anew."""
+        """Yield the objects of a kind, some of them twice where the listing had to restart."""
         where = self._namespaces if kind.namespaced and self._namespaces else (None,)
         for namespace in where:
             async for piece in self._kube.pieces(kind.path(namespace), labels=kind.labels):

@@ -1,7 +1,7 @@
 """Read the Secrets that a job names, to hand what they hold to that job's worker alone.
 
-A Secret is used only if its owner has labelled it for that: whoever may create jobs in a namespace
-may not read its Secrets for that reason. They are read anew for each placement and kept nowhere.
+A Secret is used only if its owner has labelled it for that: the right to create jobs in a namespace
+is no right to read its Secrets. They are read again for each placement and kept nowhere.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FORBIDDEN = 403
 
 @dataclass(frozen=True, slots=True)
 class JobSecrets:
-    """What the Secrets of a job hold, by key; never shown."""
+    """Secrets of a job, by key; never shown."""
 
     dataset: Mapping[str, str] = field(default_factory=dict, repr=False)
     output: Mapping[str, str] = field(default_factory=dict, repr=False)

@@ -1,4 +1,4 @@
-"""What the operator does for sidecars: adds them to pods, tells them their policy, ends streams."""
+"""Operator's work on sidecars: add them to pods, send their policy, end streams."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Sidecars:
         session.configure(self._config(self._cluster.terms(pod, now)))
 
     def _config(self, terms: EffectivePolicy | None) -> pb.PolicyConfig:
-        """Return what the sidecars under `terms` are told: one message for all of them."""
+        """Return the message for the sidecars under `terms`: one for all of them."""
         if terms is None:
             return policies.config_of(None)
         known = self._configs.get(terms.policy.key)

@@ -2,7 +2,7 @@
 
 A cluster has thousands of slots of few kinds, that is of one policy, model, set of directories and
 number of jobs. Whether a job may go there is the same for all of a kind, so it is asked once, and
-of each kind only the slot that promises most is looked at.
+of each kind only the slot with the highest predicted rate is looked at.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Kind = tuple[object, ...]
 
 
 def unreachable(slot: Slot) -> str:
-    """Return why nothing can be told to a slot's sidecar; empty: it can."""
+    """Return why a slot's sidecar cannot be reached; empty: it can."""
     if slot.pod_gone:
         return "belongs to a pod that is ending"
     if not slot.attached:
@@ -51,7 +51,7 @@ def capacity_refusal(slot: Slot) -> str:
 
 
 class _Best:
-    """The slots of one kind, and the one of them that promises most."""
+    """Slots of one kind, and the one of them with the highest predicted rate."""
 
     def __init__(self) -> None:
         self._slots: dict[str, Slot] = {}
@@ -88,7 +88,7 @@ class SlotTable(Mapping[str, Slot]):
 
     Attributes:
         room: grows whenever a slot has changed so that a job which waits might go there now, or
-            would be told something else.
+            would get another message.
         policies: all of them by key, for what is said where there is no slot.
         off: why nothing at all is harvested; empty: policies decide.
     """
@@ -148,7 +148,7 @@ class SlotTable(Mapping[str, Slot]):
             self._replace(before, self._with_reservations(before))
 
     def release(self, uid: str) -> str:
-        """Forget a reservation; return the slot, which is to be put anew; empty: there was none."""
+        """Forget a reservation; return the slot, which is to be put again; empty: none."""
         key, _ = self._reserved.pop(uid, ("", None))
         return key
 
@@ -253,7 +253,7 @@ class SlotTable(Mapping[str, Slot]):
 
 
 def _matters(slot: Slot) -> tuple[object, ...]:
-    """Return what of a slot decides whether a job may go there, and what a job is told of it."""
+    """Return what of a slot decides whether a job may go there, and what its job is shown of it."""
     return (
         *(id(slot.terms), slot.model, slot.outputs, slot.failed_jobs, slot.max_jobs),
         *(slot.holders, unreachable(slot), capacity_refusal(slot)),

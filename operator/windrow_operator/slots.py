@@ -96,7 +96,7 @@ def slot_status(
     Args:
         live: what the sidecar said.
         view: what placement makes of it.
-        jobs: what stands in `status.jobs`.
+        jobs: content of `status.jobs`.
         held: the conditions so far.
         now: an aware datetime.
     """
@@ -371,7 +371,7 @@ class SlotWriter:
         self._row.pop(key, None)
 
     def _jobs(self, live: LiveSlot, view: Slot) -> list[Body]:
-        """Return what stands in `status.jobs`; what other tenants call their jobs is not said."""
+        """Return the content of `status.jobs`; what other tenants call their jobs is not said."""
         jobs = []
         for holder in view.holders:
             if (body := self._cluster.jobs.get(holder.uid)) is None:

@@ -1,4 +1,4 @@
-"""What the status of a FinetuneJob says after each turn of its life.
+"""Status of a FinetuneJob after each turn of its life.
 
 Every function takes the status before and returns the whole status after; nothing is changed in
 place. The table in `windrow.conditions` lists the reasons.
@@ -89,7 +89,7 @@ def placed(job: Job, slot: str, message: str, now: datetime) -> Body:
 
 
 def running(job: Job, run: JobPlacement, now: datetime) -> Body:
-    """The worker has loaded the job; where it stands."""
+    """Return the status of a job that the worker has loaded, and its progress."""
     after = _progress(job, run)
     fact: tuple[str, str]
     if run.stop_asked_at is not None:
@@ -123,9 +123,9 @@ def _placed_alone(job: Job, status: Body, now: datetime) -> Body:
 
 
 def silent(job: Job, heard_at: datetime, now: datetime) -> Body:
-    """Nothing was heard of the worker since `heard_at`: how far and how fast it is, is not known.
+    """Return the status where the worker is silent since `heard_at`: its progress is unknown.
 
-    Its last step stands in the message, as what it was, and in `progress` beside its other totals.
+    Its last step is in the message, as what it was, and in `progress` beside its other totals.
     """
     after = _without_rates(job.status)
     step = after.pop("step", "")
@@ -269,7 +269,7 @@ def _finished(job: Job, run: JobPlacement | None, now: datetime) -> Body:
 
 
 def deployed(job: Job, reason: Reason, message: str, now: datetime) -> Body:
-    """What has become of loading the adapter into serving pods."""
+    """Return the status of loading the adapter into serving pods."""
     value: Status = "True" if reason is Reason.LOADED else "False"
     return _with(job, job.status, now, (T.DEPLOYED, value, reason, message))
 
@@ -300,7 +300,7 @@ def _checkpointed(job: Job, status: Body, run: JobPlacement, now: datetime) -> B
 
 
 def own_checkpoint(job: Job, step: int, said: str) -> str:
-    """Return the path of a checkpoint of `job` of which `said` is told; "": nothing is.
+    """Return the path of a checkpoint of `job` that `said` reports; "": there is none.
 
     A sidecar's word decides over the name only: the folder is the job's own, below its destination.
     """

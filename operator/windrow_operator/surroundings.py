@@ -46,7 +46,7 @@ _XET_CACHE = {"name": "HF_XET_CACHE", "value": "/tmp/windrow-xet"}
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the sidecar gets of decode's.
+    """Parts of decode's surroundings that the sidecar gets.
 
     Attributes:
         env: variables, as decode's container has them.

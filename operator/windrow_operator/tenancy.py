@@ -227,7 +227,7 @@ def endpoint_refusal(job: Job, policy: CheckedPolicy, secret: Mapping[str, str])
 def access_of(
     job: Job, policy: CheckedPolicy | None, *, serves_model: bool = False
 ) -> pb.Access | None:
-    """Return what the sidecar is told that the job may reach; None: no valid policy says."""
+    """Return what the job may reach, for its sidecar; None: no valid policy says."""
     if policy is None or policy.spec is None:
         return None
     network = network_access(job, policy)

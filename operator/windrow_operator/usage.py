@@ -10,7 +10,7 @@ from windrow_operator.model import Usage
 
 
 class UsageLedger:
-    """What has been used under each policy, by the policy's key, on its newest day."""
+    """Use under each policy, by the policy's key, on its newest day."""
 
     def __init__(self) -> None:
         self._used: dict[str, Usage] = {}
@@ -20,7 +20,7 @@ class UsageLedger:
         self._used.clear()
 
     def take_up(self, policy_key: str, status: Mapping[str, Any]) -> None:
-        """Go on from what stands in a policy's status, unless this leader has counted already."""
+        """Go on from a policy's status, unless this leader has counted already."""
         written = status.get("usage")
         if written and policy_key not in self._used:
             by_namespace = {

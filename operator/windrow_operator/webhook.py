@@ -196,7 +196,7 @@ class Webhook:
         prepulled: DaemonSet of the operator's namespace, namespace/name, whose pods have the
             sidecar's image on their nodes; empty: there is none.
         keys: returns the words that the API server shows by the path that it was given in the
-            registration, which nobody else may read: who shows none of them is told nothing.
+            registration, which nobody else may read: a caller without one gets no answer.
             Default: a word of this process alone.
         client_names: of the API server's client certificate, where one is asked for; empty: any
             that the authority has signed.

@@ -61,8 +61,8 @@ class Changes:
 class WorkQueue:
     """Keys that are due, the smallest rank first.
 
-    A key that is added while a worker has it is told of when that worker is done: what it is about
-    may have changed by the worker's doing, so that its place is to be found anew.
+    A key that is added while a worker has it is handled again when that worker is done: the worker
+    may have changed what it is about, so that its place is to be found again.
     """
 
     def __init__(self) -> None:

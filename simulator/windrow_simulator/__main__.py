@@ -1,6 +1,6 @@
 """Simulate as a process: settings as JSON on the command line, figures as JSON on standard output.
 
-`windrow simulate` starts it. Exit codes: 0 done, 2 the settings must be mended.
+`windrow simulate` starts it. Exit codes: 0 done, 2 the settings must be fixed.
 """
 
 from __future__ import annotations

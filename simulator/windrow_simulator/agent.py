@@ -19,7 +19,7 @@ STEP_TOKENS = 16_384  # of an optimizer step: eight micro-batches of 2,048
 
 @dataclass(frozen=True, slots=True)
 class JobTimes:
-    """What a stay costs besides training. Assumed: no GPU has been measured.
+    """Costs of a stay besides training. Assumed: no GPU has been measured.
 
     Attributes:
         load_s: from the assignment until the job trains, each time that it is placed.
@@ -50,12 +50,12 @@ class Stay:
 
     @property
     def trains(self) -> bool:
-        """Whether it has loaded and was not asked to stop."""
+        """True where it has loaded and was not asked to stop."""
         return self.run.state is RunState.RUNNING and self.run.stop_asked_at is None
 
 
 class GpuShare:
-    """A simulated GPU, and the slots of the cluster that it stands for.
+    """Simulated GPU, with the slots of the cluster that it represents.
 
     Its worker trains while any of them has a job that does.
     """
@@ -68,7 +68,7 @@ class GpuShare:
         self.train(0)
 
     def train(self, slots: int) -> None:
-        """So many of its slots have a job that trains from now on."""
+        """Let so many of its slots have a job that trains from now on."""
         worker = self.gpu.worker
         self.gpu.counted_share = slots / self.slots
         if bool(slots) != bool(worker.job_epoch):
@@ -87,20 +87,20 @@ class GpuShare:
 
     @property
     def refusal(self) -> str:
-        """Why nothing is harvested there; "" where it is."""
+        """Reason why nothing is harvested there; "" where it is."""
         controller = self.gpu.hook.controller
         return controller.refusal or controller.guard.reason
 
     @property
     def is_full(self) -> bool:
-        """Whether decode has left no chunk that could be lent."""
+        """True where decode has left no chunk that could be lent."""
         free, _, lent, _, _ = self.gpu.arena.counts()
         return free + lent == 0
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedSidecar:
-    """Of one slot."""
+    """Simulated sidecar of one slot."""
 
     key: str
     node: str
@@ -127,7 +127,7 @@ class SimulatedSidecar:
 
     @property
     def trains(self) -> bool:
-        """Whether any job trains here."""
+        """True where any job trains here."""
         return any(stay.trains for stay in self.stays)
 
     def pass_time(self, now: datetime, now_s: float, elapsed_s: float, made: float) -> set[str]:

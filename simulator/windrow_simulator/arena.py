@@ -16,7 +16,7 @@ from windrow_sidecar.qos.view import Grant, Offer, View
 
 @dataclass(frozen=True, slots=True)
 class ArenaGeometry:
-    """What the hook asks of an arena's geometry."""
+    """Geometry of an arena, as far as the hook asks for it."""
 
     chunks: int
     chunk_bytes: int
@@ -25,7 +25,10 @@ class ArenaGeometry:
 
 
 class SimulatedPage:
-    """View, offer and grant. `offer` is asked when decode reads it; `granted` is told of news."""
+    """View, offer and grant.
+
+    `offer` is asked when decode reads it; `granted` is called with news.
+    """
 
     pause_epoch = 0
     grant_seq = 0
@@ -34,7 +37,7 @@ class SimulatedPage:
         self._offer, self._granted = offer, granted
 
     def publish_view(self, view: View) -> None:
-        """Nobody reads it here."""
+        """Do nothing: there is no reader here."""
 
     def publish_grant(self, grant: Grant) -> None:
         """Hand it to the worker."""
@@ -46,11 +49,11 @@ class SimulatedPage:
         return self._offer()
 
     def beat(self, side: int) -> None:
-        """Nobody is silent."""
+        """Do nothing: there is no watcher here."""
         del side
 
     def heartbeat_age_ns(self, side: int) -> int:
-        """Nobody is silent."""
+        """Return 0: both sides are always alive."""
         del side
         return 0
 
@@ -95,7 +98,7 @@ class SimulatedArena:
         return self._reserved
 
     def lend(self, chunks: int, *, owner: int) -> list[int]:
-        """Up to that many free chunks; a short reserve is filled first."""
+        """Lend up to that many free chunks; a short reserve is filled first."""
         self.set_reserve(max(self._reserve_wanted, self._reserved))
         lent = min(chunks, self._free)
         self._free -= lent
@@ -105,7 +108,7 @@ class SimulatedArena:
         return [0] * lent
 
     def revoke(self, chunks: int) -> list[int]:
-        """Up to that many lent chunks drain; the worker gives them back."""
+        """Drain up to that many lent chunks; the worker gives them back."""
         asked = min(chunks, self._lent)
         self._lent -= asked
         self._draining += asked

@@ -1,4 +1,4 @@
-"""What no policy can pass: the share of a GPU that a roofline leaves beside decode.
+"""Bound on every policy: the share of a GPU that a roofline leaves beside decode.
 
 Spatial: decode on the fewest groups of SMs on which its step meets the objective, all others for
 the worker, which disturbs nobody. Temporal: the whole GPU for what a step leaves of the objective.

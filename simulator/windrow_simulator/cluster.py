@@ -61,23 +61,23 @@ class SimulatedJob:
 
     @property
     def lost_tokens(self) -> float:
-        """What it would have made in the time that was lost, at its own pace so far."""
+        """Tokens that it would have made in the time that was lost, at its own pace so far."""
         return self.lost_s * self.done / self.trained_s if self.trained_s else 0.0
 
     @property
     def finished(self) -> bool:
-        """Whether it has succeeded or failed."""
+        """True where it has succeeded or failed."""
         return is_finished(self.job.status.get("conditions"))
 
     def evicted(self, reason: Reason) -> int:
-        """How often it lost its slot for that reason, by its status."""
+        """Return how often it lost its slot for that reason, by its status."""
         counts = self.job.status.get("evictions") or ()
         return next((int(c["count"]) for c in counts if c["reason"] == reason), 0)
 
 
 @dataclass(slots=True)
 class _Looked:
-    """What the last turns have seen."""
+    """Observations of the last turns."""
 
     at_s: float = 0.0
     reports_s: float = -1e9

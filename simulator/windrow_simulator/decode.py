@@ -31,7 +31,7 @@ SECOND_NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class DecodeSettings:
-    """How an engine admits, and harvests.
+    """Settings of an engine's admission and harvesting.
 
     Attributes:
         max_batch: requests at once.
@@ -182,7 +182,7 @@ class DecodeGpu:
         self._step += 1
 
     def _latency_us(self, batch: int, context: int, units: int, *, admitting: bool) -> float:
-        """What the step takes, as much of it beside the worker as that works meanwhile."""
+        """Return what the step takes; as much of it beside the worker as that works meanwhile."""
         truth, worker = self._truth, self.worker
         beside = worker.interference_units(self.now_ns)
         alone_us = truth.step_us(batch, context, units, 0)
@@ -195,7 +195,7 @@ class DecodeGpu:
         )
 
     def _wait(self, held: bool) -> None:
-        """For memory, a millisecond; for the end of a hold, or a request, 20 ms at most."""
+        """Wait for memory, a millisecond; for the end of a hold, or a request, 20 ms at most."""
         end_ns = self.now_ns + 1_000_000
         if held:
             end_ns = max(end_ns, min(self._hold_until_ns, self.now_ns + 20_000_000))

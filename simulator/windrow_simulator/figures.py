@@ -1,4 +1,4 @@
-"""What a simulated GPU did, counted while it runs, and added up over GPUs."""
+"""Figures of a simulated GPU, counted while it runs, and added up over GPUs."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def _empty_row() -> list[float]:
 
 @dataclass(slots=True)
 class SlotFigures:
-    """Of one GPU. Times in microseconds unless named otherwise.
+    """Figures of one GPU. Times in microseconds unless named otherwise.
 
     Attributes:
         objective_us: that steps are held against.
-        epoch_ns: when the measurement begins; what lies before is warm-up and is not counted.
+        epoch_ns: when the measurement begins; the time before is warm-up and is not counted.
     """
 
     objective_us: float
@@ -167,7 +167,7 @@ _SUMS = (
 
 @dataclass(frozen=True, slots=True)
 class PriorityFigures:
-    """What has become of the jobs of one priority.
+    """Outcome of the jobs of one priority.
 
     Attributes:
         priority: its value; `all`: of all jobs.
@@ -198,7 +198,7 @@ class PriorityFigures:
 
 @dataclass(frozen=True, slots=True)
 class JobFigures:
-    """What has become of the jobs: by priority, the highest first, and of all."""
+    """Outcome of the jobs: by priority, the highest first, and of all."""
 
     by_priority: tuple[PriorityFigures, ...]
     all: PriorityFigures
@@ -206,11 +206,11 @@ class JobFigures:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFigures:
-    """Of a cluster under one policy and objective, from the GPUs that were simulated.
+    """Figures of a cluster under one policy and objective, from the GPUs that were simulated.
 
     Attributes:
         policy: its name; `alone`: nothing is harvested.
-        gpus: decode GPUs that this stands for.
+        gpus: decode GPUs that this represents.
         simulated: of these, simulated step by step.
         eta: tokens a second, as a share of those on a whole GPU.
         eta_error: half of the 95% interval of eta, from the spread over the GPUs.

@@ -1,4 +1,4 @@
-"""What is published of a GPU and of a model, and what a decode step and a tasklet take of it."""
+"""Published figures of a GPU and of a model, and what a decode step and a tasklet take of them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ModelFigures:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer's projections."""
+        """Parameters of one layer's projections."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return attention + 3 * self.hidden * self.intermediate
 
@@ -101,7 +101,7 @@ class ModelFigures:
 
     @property
     def weight_bytes(self) -> int:
-        """On the card."""
+        """Bytes of the weights on the card."""
         return 2 * (self.step_parameters + (0 if self.tied else self.hidden * self.vocabulary))
 
     @property

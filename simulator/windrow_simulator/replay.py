@@ -65,7 +65,7 @@ class Compared:
 
     @property
     def met(self) -> bool:
-        """Whether the difference is within the goal."""
+        """True where the difference is within the goal."""
         return self.difference <= self.goal
 
 
@@ -98,13 +98,13 @@ class TaskletWorth:
         self._of = {phase: each * ns / tokens[phase] for phase, ns in took_ns.items()}
 
     def tokens(self, tasklets: Iterable[TaskletEvent]) -> float:
-        """Of all of them together."""
+        """Return the tokens of all tasklets together."""
         return sum(self._of.get(t.phase, 0.0) * t.tokens for t in tasklets)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a folder says of a run."""
+    """Run as a folder records it."""
 
     folder: Path
     window: SummaryWindow
@@ -154,7 +154,7 @@ class Run:
         return list(pairwise(cuts))[judged::2]
 
     def seconds(self, *, judged: bool) -> float:
-        """Of all of these together."""
+        """Return the seconds of all tasklets together."""
         return sum(end - begin for begin, end in self.stretches(judged=judged)) / 1e9
 
     def steps(self, *, judged: bool) -> list[StepEvent]:
@@ -166,7 +166,7 @@ class Run:
         return [t for t in self.events.tasklets if self._is_judged(t.end_ns) is judged]
 
     def _is_judged(self, at_ns: int) -> bool | None:
-        """None: before or after the load."""
+        """Return whether a moment is judged; None: before or after the load."""
         if not self.window.begin_ns < at_ns <= self.window.end_ns:
             return None
         return (at_ns - self.window.begin_ns - 1) // STRETCH_NS % 2 == 1

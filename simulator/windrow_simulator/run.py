@@ -32,7 +32,7 @@ TURN_S = 1.0  # the operator looks after its jobs so often
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """What a cell did."""
+    """Result of a cell."""
 
     slots: list[SlotFigures]
     trips: int

@@ -1,4 +1,4 @@
-"""What is simulated: device, levels, profile, memory and traffic, checked and put together."""
+"""Scenario to simulate: device, levels, profile, memory and traffic, checked and joined."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _MEMORY_FOR_WINDROW = 0.9  # of what the weights leave: workspaces and graphs ha
 
 @dataclass(frozen=True, slots=True)
 class SimulationSettings:
-    """What was asked for; `checked` says what is wrong with it.
+    """Settings of a simulation; `checked` says what is wrong with them.
 
     Attributes:
         gpus: decode GPUs of the cluster.
@@ -126,7 +126,7 @@ class SimulationSettings:
 
     @property
     def policies(self) -> list[str]:
-        """Which policies run, alone first."""
+        """Policies that run, alone first."""
         if self.policy == ALL:
             return [ALONE, *sorted(POLICIES, key=lambda name: name != "windrow")]
         return list(dict.fromkeys([ALONE, *self.policy.split(",")]))
@@ -249,7 +249,7 @@ def terms_for(
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Everything that the GPUs of a simulation have in common."""
+    """Parts that the GPUs of a simulation have in common."""
 
     settings: SimulationSettings
     levels: Partitioning
@@ -269,7 +269,7 @@ class Ground:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether jobs come, instead of one without an end on each GPU."""
+        """True where jobs come, instead of one without an end on each GPU."""
         return bool(self.settings.jobs or self.jobs)
 
     @property

@@ -27,7 +27,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """Cells as text. `said`: what stands below it."""
+    """Table of cells as text. `said`: the lines below it."""
 
     title: str
     head: list[str]

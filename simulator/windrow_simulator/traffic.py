@@ -1,4 +1,4 @@
-"""What comes when: requests to decode GPUs, by trace or generator and prefill; FinetuneJobs."""
+"""Arrivals: requests to decode GPUs, by trace or generator and prefill; FinetuneJobs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class DecodeRequest:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What comes to the cluster.
+    """Arrivals at the cluster.
 
     Attributes:
         requests: of a trace; empty: generated like the Azure conversation trace.

@@ -1,4 +1,4 @@
-"""How long a decode step really takes, and how fast the worker is: what no policy gets to see.
+"""True times of decode steps, and true speed of the worker: hidden from every policy.
 
 The predictor is fitted on a profile that is taken of this, with its own form (two linear stages).
 Here steps follow a roofline with contention for memory, or what was measured, and noise.
@@ -27,13 +27,13 @@ class Truth(Protocol):
         ...
 
     def finetune_rate(self, finetune: int, *, beside_decode: bool) -> float:
-        """Of the worker on so many units."""
+        """Return the rate of the worker on so many units."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What the roofline needs and no datasheet says.
+    """Assumptions that the roofline needs and no datasheet has.
 
     Copy and matrix product reach 4.3 TB/s and 790 TFLOP/s on an H200 (90 and 80% of what is
     published), of which decode gets 80% and finetuning 60%. The others are assumed of all GPUs.
@@ -110,7 +110,7 @@ class RooflineTruth:
         return byte_us, self._weights / (self._flops * sms / gpu.sms)
 
     def finetune_rate(self, finetune: int, *, beside_decode: bool) -> float:
-        """By the units; beside decode less by the time that its traffic then waits."""
+        """Return the rate by the units; beside decode less by the time that its traffic waits."""
         rate = self.dedicated_rate * finetune / self._gpu.sms
         if not beside_decode:
             return rate
@@ -171,7 +171,7 @@ class MeasuredTruth:
         return us * _at(self._worker.stretch, finetune, 1.0) if finetune else us
 
     def finetune_rate(self, finetune: int, *, beside_decode: bool) -> float:
-        """As measured on so many units; by proportion where that was not."""
+        """Return the rate measured on so many units; by proportion where that was not."""
         proportion = self._worker.dedicated * finetune / self._units
         table = self._worker.beside if beside_decode else self._worker.idle
         return _at(table, finetune, proportion) / 1e6
@@ -219,7 +219,7 @@ class Residuals:
     moments_ns: tuple[tuple[int, ...], ...] = ()
 
     def of(self, beside: bool, admitting: bool) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """Those of one kind of steps, and when; where there are none, the nearest kind's."""
+        """Return those of one kind of steps, and when; where there are none, the nearest kind's."""
         kinds = (self.alone, self.beside, self.admitting, self.admitting_beside)
         wanted = [2 * admitting + beside, int(beside), 0]
         kind = next((n for n in wanted if kinds[n]), 0)
@@ -227,7 +227,7 @@ class Residuals:
 
 
 class Noise:
-    """What a step takes more or less than the model says: a factor, drawn as it was measured.
+    """Noise of a step: a factor on what the model says, drawn as it was measured.
 
     Args:
         residuals: to draw from; where their moments are known, from those of about the same
@@ -246,7 +246,7 @@ class Noise:
         self._at, self._left = [0] * 4, [0] * 4
 
     def factor(self, *, beside: bool = False, admitting: bool = False, now_ns: int = 0) -> float:
-        """Of the next step, which begins at that moment."""
+        """Return the factor of the next step, which begins at that moment."""
         kind = 2 * beside + admitting
         ratios, moments_ns = self._kinds[kind]
         if self._left[kind] <= 0:

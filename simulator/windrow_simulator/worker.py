@@ -1,7 +1,7 @@
 """The worker beside a simulated decode: tokens by the time and the units that it is granted.
 
-It is a stream of tasklets of equal length, counted and not queued one by one: a grant is heeded at
-the end of the tasklet that runs, its budget bounds what runs until the next grant, and what its
+It is a stream of tasklets of equal length, counted and not queued one by one: a grant takes effect
+at the end of the tasklet that runs, its budget bounds what runs until the next grant, and what its
 frozen layers and activations want of the lent memory bounds its rate.
 """
 
@@ -21,7 +21,7 @@ _FORWARD_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """What a job wants of the lent chunks.
+    """Memory that a job wants of the lent chunks.
 
     Attributes:
         needed: below so many chunks nothing runs (boundaries of a micro-batch; two layers).
@@ -79,11 +79,11 @@ class SimulatedWorker:
 
     @property
     def starving(self) -> bool:
-        """Whether its memory does not hold one tasklet's tensors."""
+        """True where its memory does not hold one tasklet's tensors."""
         return self.held_chunks < self._memory.needed
 
     def hold(self, chunks: int) -> None:
-        """It has so many lent chunks now."""
+        """Note that it has so many lent chunks now."""
         if chunks != self.held_chunks:
             self.held_chunks = chunks
             self._heed_memory()
@@ -100,7 +100,7 @@ class SimulatedWorker:
         self._grant, self._used_us, self._ran = grant, 0.0, 0
 
     def offer(self) -> Offer:
-        """What the page shows of it at this moment."""
+        """Return what the page shows of it at this moment."""
         if not self.job_epoch:
             return Offer()
         memory = self._memory
@@ -169,7 +169,7 @@ class SimulatedWorker:
         return working / us
 
     def boundary_ns(self) -> int:
-        """How long until the tasklet that runs has ended; 0: none does."""
+        """Return how long until the tasklet that runs has ended; 0: none does."""
         now_ns = self.clock()
         if now_ns < self._until_ns:
             return self._until_ns - now_ns
@@ -181,7 +181,7 @@ class SimulatedWorker:
         return us
 
     def _left_us(self, units: int, us: float) -> float:
-        """What the grant leaves of so long; of a budget and of a gap, whole tasklets."""
+        """Return what the grant leaves of so long; of a budget and of a gap, whole tasklets."""
         grant = self._grant
         if not (grant.budget_us or grant.n_tasklets or grant.gap_until_ns):
             return us
@@ -242,7 +242,7 @@ class SimulatedWorker:
         return self._layer_us(units) * self._tasklet_tokens(units) / self._layer_tokens
 
     def _tasklet_tokens(self, units: int) -> int:
-        """Of the next tasklet, as many as the bound lets pass on so many units."""
+        """Return the tokens of the next tasklet: as many as the bound allows on so many units."""
         grant, tokens = self._grant, self._layer_tokens
         whole_us = self._layer_us(units or self._levels[-1])
         if grant.window_tokens:
@@ -258,7 +258,7 @@ class SimulatedWorker:
         return self._layer_tokens / rate / (2 * self._layers)
 
     def _estimates_us(self, units: int) -> tuple[int, ...]:
-        """Of the next tasklet on each level, the whole device last."""
+        """Return the estimate of the next tasklet on each level, the whole device last."""
         tokens = self._tasklet_tokens(units)
         known = self._estimates.get(tokens)
         if known is None:
@@ -268,7 +268,7 @@ class SimulatedWorker:
         return known
 
     def _units_at(self, now_ns: int) -> int:
-        """Of the newest grant; none once its gap is over."""
+        """Return the units of the newest grant; none once its gap is over."""
         grant = self._grant
         if grant.gap_until_ns and now_ns >= grant.gap_until_ns:
             return 0

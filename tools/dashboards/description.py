@@ -1,4 +1,4 @@
-"""What the three dashboards show: variables, rows and panels, as plain data.
+"""Content of the three dashboards: variables, rows and panels, as plain data.
 
 `tools/generate_dashboards.py` makes Grafana's JSON of it. `$__rate_interval` and `$__range` are
 Grafana's own. Series whose names hold colons are recorded by
@@ -95,7 +95,7 @@ def gained(series: str) -> str:
     """Return by how much a counter grew over the dashboard's range.
 
     `increase` misses what a series had when it appeared, which is all of it where it counts rare
-    events. A series that is new, or was reset, counts as it stands.
+    events. A series that is new, or was reset, counts from zero.
     """
     return f"(({series} - ({series} offset $__range)) >= 0 or {series})"
 

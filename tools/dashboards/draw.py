@@ -69,7 +69,7 @@ def _named(value: float, unit: str) -> tuple[str, float]:
 
 
 def _ticks(highest: float, unit: str, *, whole: bool) -> tuple[list[float], list[str]]:
-    """Return the places of four or five marks from zero up, and what stands beside them."""
+    """Return the places of four or five marks from zero up, and their labels."""
     if unit in _SIZES:
         name, size = _named(highest, unit)
     else:

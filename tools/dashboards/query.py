@@ -33,18 +33,18 @@ class PanelTarget:
 
     @property
     def title(self) -> str:
-        """Of the panel."""
+        """Title of the panel."""
         return str(self.panel["title"])
 
     @property
     def unit(self) -> str:
-        """Of the panel."""
+        """Unit of the panel."""
         return str(self.panel["fieldConfig"]["defaults"].get("unit", ""))
 
 
 @dataclass(frozen=True)
 class Asking:
-    """Whom to ask, about when.
+    """Server to ask, and the time to ask about.
 
     Attributes:
         url: of Prometheus.

@@ -139,7 +139,7 @@ def write_schemas(folder: Path, schemas: Iterator[tuple[str, Schema]]) -> None:
 
 
 def module_directory(go: Go, module: str) -> Path:
-    """Return where a Go module lies, downloaded if need be.
+    """Return the directory of a Go module, downloaded if need be.
 
     Raises:
         UserError: it cannot be had.

@@ -1,4 +1,4 @@
-"""What users may write and read: the four kinds of windrow.dev/v1alpha1.
+"""Resources that users write and read: the four kinds of windrow.dev/v1alpha1.
 
 `crds/*.yaml` is made from these models by `tools/generate_crds.py`; a test holds both equal.
 """

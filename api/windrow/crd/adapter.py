@@ -1,4 +1,4 @@
-"""What a user may write under `spec.adapter`: the adapters of peft that can be trained here."""
+"""Fields under `spec.adapter`: the adapters of peft that can be trained here."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class PrefixSpec(Record):
 
 
 class AdapterSpec(Record):
-    """What is trained."""
+    """Adapter to train."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -228,7 +228,7 @@ class AdapterSpec(Record):
 
     @property
     def settings(self) -> LoraSpec | Ia3Spec | PrefixSpec:
-        """Of the kind that `type` names; its defaults where nothing is written."""
+        """Settings of the kind that `type` names; its defaults where nothing is written."""
         if self.type == "ia3":
             return self.ia3 or Ia3Spec()
         if self.type == "prefix":

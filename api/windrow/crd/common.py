@@ -1,4 +1,4 @@
-"""What several of our resources share: conditions, selectors, and the names of the kinds."""
+"""Parts that several of our resources share: conditions, selectors, names of the kinds."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class SelectorRequirement(Record):
 
 
 class LabelSelector(Record):
-    """Which objects are meant, by their labels. Empty: all."""
+    """Labels that select objects. Empty: all."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -169,7 +169,7 @@ class LabelSelector(Record):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it says nothing."""
+        """True where it selects nothing in particular."""
         return not self.match_labels and not self.match_expressions
 
     def matches(self, labels: dict[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""What a user may say about the rows to train on."""
+"""Fields about the rows to train on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may write in a FinetuneJob, and what its status holds."""
+"""Fields of a FinetuneJob, and of its status."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ModelSpec(Record):
 
 
 class WorkersSpec(Record):
-    """How many slots a job takes."""
+    """Number of slots that a job takes."""
 
     min: int = Field(default=1, ge=1, le=1, description="Fewest workers. v1alpha1 runs one.")
     max: int = Field(default=1, ge=1, le=1, description="Most workers. v1alpha1 runs one.")
@@ -59,7 +59,7 @@ class DeploySpec(Record):
 
 
 class OutputSpec(Record):
-    """Where the adapter goes."""
+    """Destination of the adapter."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -234,7 +234,7 @@ class FinetuneJobSpec(Record):
 
 
 class ProgressStatus(Record):
-    """How far a job is."""
+    """Progress of a job."""
 
     step: int = Field(default=0, description="Finished optimizer steps.")
     total_steps: int = Field(default=0, description="Steps of the whole job; 0: not known yet.")
@@ -274,14 +274,14 @@ class EvaluationStatus(Record):
 
 
 class EvictionCount(Record):
-    """How often a job lost its slot for one reason."""
+    """Count of evictions of a job for one reason."""
 
     reason: str = Field(description="Of the condition Evicted.")
     count: int = Field(ge=1, description="How often.")
 
 
 class UserErrorStatus(Record):
-    """What a person is to change, where the job is invalid or failed for what it asks."""
+    """Change that a person has to make, where the job is invalid or failed for what it asks."""
 
     field: str = Field(
         default="",
@@ -291,7 +291,7 @@ class UserErrorStatus(Record):
 
 
 class FinetuneJobStatus(Record):
-    """What the operator says about a job."""
+    """Status of a job, written by the operator."""
 
     observed_generation: int | None = Field(
         default=None, description="Generation of the spec that this status is about."

@@ -1,4 +1,4 @@
-"""What a user may write in a HarvestPolicy, and what its status holds."""
+"""Fields of a HarvestPolicy, and of its status."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ Hours = Annotated[
 
 
 class ObjectiveSpec(Record):
-    """What serving must keep."""
+    """Latency objective that serving must keep."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -189,7 +189,7 @@ class ObjectiveSpec(Record):
 
 
 class LimitsSpec(Record):
-    """How much may be harvested."""
+    """Limits on what may be harvested."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -277,7 +277,7 @@ _NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
 
 
 class AccessSpec(Record):
-    """Who may use the slots."""
+    """Namespaces and jobs that may use the slots."""
 
     namespace_selector: LabelSelector = Field(
         default_factory=LabelSelector,
@@ -527,7 +527,7 @@ DRA_FORM = "gpuAccess dra needs form sidecar: an ephemeral container can hold no
 
 
 class SidecarSpec(Record):
-    """How the sidecar comes into a pod and reaches the device."""
+    """Way in which the sidecar comes into a pod and reaches the device."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -607,7 +607,7 @@ class SidecarSpec(Record):
 
 
 class HarvestPolicySpec(Record):
-    """Which decode pods are harvested, and within which objective and limits."""
+    """Decode pods that are harvested, with the objective and limits."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -698,14 +698,14 @@ class HarvestPolicySpec(Record):
 
 
 class NamespaceUsage(Record):
-    """What the jobs of a namespace took today."""
+    """Use of today by the jobs of a namespace."""
 
     namespace: str = Field(description="Of the jobs.")
     gpu_seconds: float = Field(description="Device seconds.")
 
 
 class UsageStatus(Record):
-    """What was taken today."""
+    """Use of today."""
 
     day: str = Field(description="The day, UTC.")
     gpu_seconds: float = Field(description="Device seconds that jobs held slots for.")
@@ -720,7 +720,7 @@ class UsageStatus(Record):
 
 
 class HarvestPolicyStatus(Record):
-    """What the operator says about a policy."""
+    """Status of a policy, written by the operator."""
 
     observed_generation: int | None = Field(
         default=None, description="Generation of the spec that this status is about."

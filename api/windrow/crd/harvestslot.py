@@ -1,4 +1,4 @@
-"""What a HarvestSlot says about one harvested device. Written by the operator only."""
+"""Fields of a HarvestSlot, one harvested device. Written by the operator only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def slot_name(pod_name: str, index: int) -> str:
 
 
 class HarvestSlotSpec(Record):
-    """What the device is; fixed while the decode process lives."""
+    """Facts about the device; fixed while the decode process lives."""
 
     pod_name: str = Field(description="Decode pod, in this namespace.")
     pod_uid: str = Field(description="UID of that pod.")
@@ -41,7 +41,7 @@ class HarvestSlotSpec(Record):
 
 
 class ChunksStatus(Record):
-    """Who has the arena's chunks."""
+    """Owners of the arena's chunks."""
 
     kv: int = Field(default=0, description="Hold keys and values of requests.")
     lent: int = Field(default=0, description="Lent to the worker.")
@@ -68,7 +68,7 @@ class SlotFailure(Record):
 
 
 class SlotHealthStatus(Record):
-    """Why a slot rests, for the operator that leads next as well."""
+    """Reason why a slot rests, for the operator that leads next as well."""
 
     rests_until: Timestamp | None = Field(default=None, description="It takes no job before then.")
     rest_reason: str | None = Field(default=None, description="Why it rests.")
@@ -79,7 +79,7 @@ class SlotHealthStatus(Record):
 
 
 class HarvestSlotStatus(Record):
-    """What the sidecar reports, and who has the slot. Figures are absent while it is silent."""
+    """Report of the sidecar, and the owner of the slot. Figures are absent while it is silent."""
 
     conditions: list[Condition] | None = Field(
         default=None,

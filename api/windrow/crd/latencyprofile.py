@@ -1,4 +1,4 @@
-"""What a LatencyProfile holds: how fast a device decodes, alone and beside a worker."""
+"""Fields of a LatencyProfile: how fast a device decodes, alone and beside a worker."""
 
 from __future__ import annotations
 

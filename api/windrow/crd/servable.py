@@ -1,4 +1,4 @@
-"""Which adapters a server can load as they were trained."""
+"""Adapters that a server can load as they were trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which texts a user may write: names, words and places."""
+"""Texts that a user may write: names, words and places."""
 
 from __future__ import annotations
 

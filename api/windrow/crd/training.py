@@ -1,4 +1,4 @@
-"""What a user may say about the course of a training, and about its checkpoints."""
+"""Fields about the course of a training, and about its checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OptimizerSpec(Record):
 
 
 class EarlyStopSpec(Record):
-    """When a job ends before its last step; its adapter is the best one then."""
+    """Rule that ends a job before its last step; its adapter is then the best one."""
 
     patience: int = Field(
         ge=1, le=1000, description="So many evaluations in a row without a better loss."
@@ -34,7 +34,7 @@ class EarlyStopSpec(Record):
 
 
 class TrainingSpec(Record):
-    """How it is trained."""
+    """Settings of the training."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -144,7 +144,7 @@ class TrainingSpec(Record):
 
 
 class CheckpointSpec(Record):
-    """How much work may be lost."""
+    """Limit on the work that may be lost."""
 
     every_steps: int = Field(
         default=50, ge=1, le=1_000_000, description="Steps between two checkpoints."

@@ -1,4 +1,4 @@
-"""How durations, quantities and decimals are written in our resources, and what they mean.
+"""Notation of durations, quantities and decimals in our resources, and their meaning.
 
 Durations and quantities are texts in YAML, since `40ms` says its unit. A decimal may be a number or
 a text: Kubernetes advises against floating-point fields, and people write `2e-4`.
@@ -39,7 +39,7 @@ _BYTES: Final = {
 
 
 class Record(BaseModel):
-    """Base of everything that stands in a custom resource: camelCase outside, no unknown keys."""
+    """Base of every part of a custom resource: camelCase outside, no unknown keys."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,

@@ -39,7 +39,7 @@ OPERATOR, NODE = "operator", "node"
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """How a local cluster runs.
+    """Settings of a local cluster.
 
     Attributes:
         tools: directory with the control plane's executables; None: found, or built once.

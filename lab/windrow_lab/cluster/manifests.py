@@ -1,4 +1,4 @@
-"""What the demo applies: decode pods, a policy, a job. Plain Kubernetes objects, built purely."""
+"""Objects that the demo applies: decode pods, a policy, a job. Plain, and built purely."""
 
 from __future__ import annotations
 

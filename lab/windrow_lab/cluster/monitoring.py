@@ -1,7 +1,7 @@
 """A Prometheus beside a local cluster: it scrapes operator and sidecars, and knows our rules.
 
-The ports of a local cluster are any free ones, so targets are looked up again and again and told
-to Prometheus by a file.
+The ports of a local cluster are any free ones, so targets are looked up again and again and written
+to a file for Prometheus.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ PLACEHOLDER_MS = 1000.0
 
 
 class NotReady(WindrowError):
-    """Something did not come up in time.
+    """Error of something that did not come up in time.
 
     Attributes:
         logs: names of the logs that say why, below the run's log folder.
@@ -50,7 +50,7 @@ class Pods:
 
     @property
     def endpoints(self) -> list[str]:
-        """Where they answer HTTP."""
+        """URLs at which the pods answer HTTP."""
         return [f"http://{LOOPBACK}:{decode.port}" for decode in self.decodes]
 
     @property
@@ -115,7 +115,7 @@ def observe(client: WindrowClient, pods: Pods, name: str, policy: str, within: t
 
 
 def await_observed(client: WindrowClient, pods: Pods, within: timedelta) -> None:
-    """Return once a sidecar of each pod has told of its slot."""
+    """Return once a sidecar of each pod has reported its slot."""
     names = {decode.name for decode in pods.decodes}
 
     def missing() -> set[str]:

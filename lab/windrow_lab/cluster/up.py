@@ -54,7 +54,7 @@ class ClusterInfo:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process that holds the cluster is still that process."""
+        """True where the process that holds the cluster is still that process."""
         return start_ticks(self.pid) == self.start_ticks
 
 

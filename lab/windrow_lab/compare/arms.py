@@ -1,7 +1,7 @@
 """Compute what one arm of a comparison got done in one segment, from the event logs.
 
 An arm is a way of sharing one device. It plays for one segment in each round: load and trainer
-begin, the lead-in passes, and what lies in the window is counted.
+begin, the lead-in passes, and what falls into the window is counted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Arm:
     """One way of sharing the device.
 
     Attributes:
-        kind: alone: decode by itself; loop: a plain PEFT loop beside it; policy: a FinetuneJob,
+        kind: alone: decode alone; loop: a plain PEFT loop beside it; policy: a FinetuneJob,
             harvested; dedicated: the trainer alone.
         meaning: for people.
         policy: of kind policy, the name in `spec.policy`.
@@ -80,7 +80,7 @@ def arms_of(policies: Sequence[str]) -> list[Arm]:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """When an arm played. Nanoseconds of CLOCK_MONOTONIC.
+    """Time in which an arm played. Nanoseconds of CLOCK_MONOTONIC.
 
     Attributes:
         source: of the decode pods' events, a prefix; "": nobody served.
@@ -106,7 +106,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentFigures:
-    """What a segment gave; None: the arm has no such figure. Times in milliseconds."""
+    """Figures of a segment; None: the arm has no such figure. Times in milliseconds."""
 
     round: int
     arm: str
@@ -125,7 +125,7 @@ class SegmentFigures:
 
 
 class TrainerProgress:
-    """How many tokens a trainer had done at a moment, steps under way counted in part.
+    """Tokens that a trainer had done at a moment, steps under way counted in part.
 
     A segment is a few dozen optimizer steps long, so whole steps alone would be off by several
     percent. Within a step our worker's tasklets say how far it was, each weighted by its tokens and

@@ -1,4 +1,4 @@
-"""How fast this machine computes at the moment, for machines that others share.
+"""Speed of this machine at the moment, for machines that others share.
 
 A neighbour that takes memory bandwidth or a core's clock shows in no counter of this machine. What
 shows it is a piece of work that is always the same: `MachinePace` times one, on one core, while

@@ -1,6 +1,6 @@
 """The same load, shared in different ways, in rounds: what each way costs serving, and gives.
 
-Each round plays every arm once, in an order drawn anew, with the same requests and the same
+Each round plays every arm once, in a new random order, with the same requests and the same
 objective; `windrow_lab.compare.arms` has the arms, `windrow_lab.compare.rounds` plays them,
 `windrow_lab.figures.paired` and `windrow_lab.compare.comparison_table` make of rounds who has won.
 A run that is broken off goes on with the rounds that are missing when it is started again on the
@@ -44,7 +44,7 @@ PLAN, RESULT, FOOTING = "plan.json", "compare.json", "footing.json"
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """How it is compared.
+    """Settings of a comparison.
 
     Attributes:
         rounds: that are played in all; six are the fewest that name a winner.

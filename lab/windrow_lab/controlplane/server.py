@@ -61,7 +61,7 @@ class ControlPlaneError(WindrowError):
 
 @dataclass(frozen=True)
 class ControlPlaneSettings:
-    """How a control plane runs.
+    """Settings of a control plane.
 
     Attributes:
         tools: the executables.

@@ -1,4 +1,4 @@
-"""What a person sees while it runs: one frame of the demo, as a terminal picture or as a line.
+"""Display of a run: one frame of the demo, as a terminal picture or as a line.
 
 A frame is plain data read from the API server; drawing it is pure, so that tests can look at it.
 """
@@ -39,7 +39,7 @@ class History:
 
 @dataclass(frozen=True)
 class Frame:
-    """All that one picture shows."""
+    """Data of one picture."""
 
     elapsed_s: float
     kubernetes: str

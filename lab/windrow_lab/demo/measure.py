@@ -31,7 +31,7 @@ _LOOP = "windrow_sidecar.finetune.standalone.baseline"
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What the load client is told."""
+    """Settings of the load client."""
 
     seconds: float
     rate: float
@@ -151,7 +151,7 @@ def measure_dedicated(
 
 
 class Trainer:
-    """A trainer in a process of its own, which runs only while it is told to.
+    """Trainer in a process of its own, which runs only during its turns.
 
     It is loaded once and then stopped between its turns (SIGSTOP), so that no turn pays for its
     start and none is disturbed by another one's.
@@ -237,14 +237,14 @@ def _own_worker(
 
 @dataclass(frozen=True, slots=True)
 class LoopForm:
-    """How a plain PEFT loop runs.
+    """Form of a plain PEFT loop.
 
     Attributes:
         passive: OpenMP's threads sleep where they would spin.
         nice: of the process.
         idle_class: it runs as SCHED_IDLE.
         units: cores that it computes on; None: all of the device.
-        checkpointing: it keeps only what stands between layers.
+        checkpointing: it keeps only the activations between layers.
     """
 
     passive: bool = True

@@ -63,7 +63,7 @@ _TAIL_LINES = 15
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What was asked for.
+    """Settings of a demo.
 
     Attributes:
         out: folder of event logs, report and adapter; made by the run, must not exist.
@@ -104,7 +104,7 @@ class DemoFailed(WindrowError):
 
 @dataclass
 class DemoStage:
-    """What a run acts on: a control plane, this machine's devices, the files it needs."""
+    """Stage of a run: a control plane, this machine's devices, the files it needs."""
 
     settings: DemoSettings
     cluster: LocalCluster | RealCluster
@@ -127,12 +127,12 @@ class DemoStage:
 
     @property
     def doing(self) -> str:
-        """What was named last."""
+        """Activity that was named last."""
         return self._doing
 
     @property
     def load_plan(self) -> measure.LoadPlan:
-        """What the load client is told."""
+        """Settings of the load client."""
         asked = self.settings
         cpus = bystanders(self.devices)
         return measure.LoadPlan(asked.seconds, self.rate, asked.seed, asked.trace, cpus, asked.busy)
@@ -167,7 +167,7 @@ class DemoStage:
 
 
 def run(settings: DemoSettings, console: Console) -> dict[str, Any]:
-    """Run the demo and return its summary, which also stands in `summary.json`.
+    """Run the demo and return its summary, which is also in `summary.json`.
 
     Raises DemoFailed, and whatever the control plane raises when it cannot start; nothing is left
     running in either case.

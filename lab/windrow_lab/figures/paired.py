@@ -1,13 +1,13 @@
-"""What rounds of a comparison say: medians with exact intervals, and a winner only where one is.
+"""Statistics of a comparison's rounds: medians with exact intervals, a winner only where one is.
 
 Every arm plays in every round, so two arms are compared by their differences within the rounds:
 what changes from one minute to the next on a shared machine is in both of them.
 
-The interval of a median lies between two of the ordered values and holds for whatever distribution
+The interval of a median is between two of the ordered values and holds for whatever distribution
 they come from: the median is below the lowest of n values with a chance of 2^-n. The widest one,
 from the lowest to the highest, is right in 93.75% of the cases with five rounds and in 96.9% with
-six. A bootstrap of so few values resamples little but their extremes and promises more than it
-keeps, and Student's t wants normal noise, which a shared machine has not. So six rounds are the
+six. A bootstrap of so few values resamples little but their extremes and looks narrower than it
+is, and Student's t wants normal noise, which a shared machine has not. So six rounds are the
 fewest that name a winner: the one that was ahead in all of them.
 """
 
@@ -26,7 +26,7 @@ DECIDING_ROUNDS = 6
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A median and where it lies, with which confidence."""
+    """Median with its interval, and the confidence of that."""
 
     median: float
     low: float
@@ -35,12 +35,12 @@ class Interval:
 
     @property
     def is_decided(self) -> bool:
-        """Whether the interval is one of 95%: only such a one names a winner."""
+        """True where the interval is one of 95%: only such a one names a winner."""
         return self.confidence >= CONFIDENCE
 
     @property
     def is_above_zero(self) -> bool:
-        """Whether the median is above zero, decided."""
+        """True where the median is above zero, decided."""
         return self.is_decided and self.low > 0
 
 
@@ -90,7 +90,7 @@ def order_of(
 ) -> list[str]:
     """Return the order in which a round plays the arms.
 
-    Drawn anew for each round from the seed, but for those that open and close every round.
+    The order is new for each round, from the seed, but for those that open and close every round.
     """
     between = [name for name in names if name not in first and name not in last]
     random.Random(f"{seed}/{round_}").shuffle(between)

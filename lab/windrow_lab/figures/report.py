@@ -130,7 +130,7 @@ def _add_tpot(
 
 
 def thinned(steps: Sequence[StepEvent], window: SummaryWindow) -> Series:
-    """Return step times in ms; where there are too many, the slowest of each group stands."""
+    """Return step times in ms; of too many, only the slowest of each group."""
     group = max(1, -(-len(steps) // MOST_POINTS))
     slowest = [
         max(steps[i : i + group], key=lambda s: s.end_ns - s.start_ns)
@@ -235,7 +235,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def adapter_path(summary: dict[str, Any]) -> str:
-    """Return where the job's adapter lies; "none" where the job left none."""
+    """Return the path of the job's adapter; "none" where the job left none."""
     return str(summary.get("adapter", {}).get("path") or "none")
 
 

@@ -37,7 +37,7 @@ LOAD_DRAINED = "drained"
 
 @dataclass(frozen=True, slots=True)
 class SummaryWindow:
-    """When requests arrived, and the objective that serving had.
+    """Window in which requests arrived, and the objective that serving had.
 
     What is measured by time counts until `end_ns`, so that every way of sharing is judged over the
     same stretch; requests may be answered until `drained_ns`.
@@ -49,7 +49,7 @@ class SummaryWindow:
     drained_ns: int
 
     def holds(self, at_ns: int) -> bool:
-        """Return whether a moment lies within."""
+        """Return whether a moment is within."""
         return self.begin_ns <= at_ns <= self.end_ns
 
 
@@ -93,7 +93,7 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How serving fared within the window."""
+    """Serving figures of the window."""
 
     objective_ms: float
     steps: int

@@ -244,7 +244,7 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
 
 @dataclass(frozen=True)
 class _Plot:
-    """Where a step and a value lie, in pixels."""
+    """Scale of a plot: the pixels of a step and a value."""
 
     steps: tuple[float, float]
     values: tuple[float, float]

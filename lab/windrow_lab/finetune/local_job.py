@@ -43,14 +43,14 @@ class LocalJob:
 
     @property
     def place(self) -> str:
-        """Where the adapter goes, as people name it."""
+        """Destination of the adapter, as people name it."""
         named = self.spec.output.destination
         return path_of(named) if is_bucket(named) else str(self.destination)
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What the worker has said so far."""
+    """Summary of the worker's reports so far."""
 
     step: int = 0
     total_steps: int = 0
@@ -335,7 +335,7 @@ def _newer(said: float | None, known: float | None) -> float | None:
 def _said_first(told: RunSummary, event: WorkerEvent) -> Iterator[str]:
     """Yield the lines of an event that were not said yet: notes have lines of their own.
 
-    The last checkpoint is often that of the last step, which has been told.
+    The last checkpoint is often that of the last step, which has been reported.
     """
     notes = event.notes
     detail = event.detail.removesuffix("".join(f"; {note}" for note in notes))
@@ -346,7 +346,7 @@ def _said_first(told: RunSummary, event: WorkerEvent) -> Iterator[str]:
 
 @dataclass
 class Pace:
-    """Tokens per second and time left, from what is told; loading does not count."""
+    """Tokens per second and time left, from the reports; loading does not count."""
 
     clock: Callable[[], float] = time.monotonic
     _begun: tuple[float, int, int] | None = None  # seconds, tokens, steps

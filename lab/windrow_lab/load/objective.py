@@ -40,7 +40,7 @@ HIGHEST_RATE = 4.0
 
 @dataclass(frozen=True)
 class LoadShape:
-    """What decode would see, were it alone."""
+    """Shape of decode's load, were it alone."""
 
     mean_batch: float  # over busy time
     p90_step_us: float  # that 90% of busy time stays within; with its batch and context:

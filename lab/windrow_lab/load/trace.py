@@ -1,4 +1,4 @@
-"""Which requests arrive when: a schedule, and the two published trace formats that give one.
+"""Requests and their arrival times: a schedule, and the two published trace formats for one.
 
 Azure's (`TIMESTAMP,ContextTokens,GeneratedTokens`) and BurstGPT's (`Timestamp,...,Request tokens,
 Response tokens,...`) are read; which one a file is, its header says.

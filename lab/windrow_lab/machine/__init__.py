@@ -1,1 +1,1 @@
-"""What every room stands on: processes, cores, ports, and the executables that are built once."""
+"""Basis of every room: processes, cores, ports, and the executables that are built once."""

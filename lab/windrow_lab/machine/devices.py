@@ -49,7 +49,7 @@ def devices(cores: Sequence[int], pods: int | None = None) -> list[Device]:
 
 
 def bystanders(held: Sequence[Device]) -> list[int]:
-    """Return the cores for whoever neither serves nor trains: the last one of each device.
+    """Return the cores for processes that neither serve nor train: the last one of each device.
 
     A worker's share of a device grows from its last core, decode's from its first: what runs there
     takes time from finetuning, and none from decode.

@@ -25,7 +25,7 @@ from windrow_lab.machine.child_processes import ENV_MARK
 
 @dataclass(frozen=True)
 class ProcessCommand:
-    """What to run and how.
+    """Command of a process, and how to run it.
 
     Attributes:
         argv: the program and its arguments; a program without a slash is looked up on env's PATH.

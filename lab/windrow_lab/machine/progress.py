@@ -66,7 +66,7 @@ class Task:
 
 
 class Progress(Protocol):
-    """Where progress is shown."""
+    """Places where progress is shown."""
 
     def say(self, message: str) -> None:
         """Show one line that stays."""

@@ -102,7 +102,7 @@ def await_ready(service: Service, ready: Callable[[], bool], deadline: float) ->
 
 
 def leads(operator: Service, state: Path) -> bool:
-    """Whether the operator leads, by the state file that it writes."""
+    """Return whether the operator leads, by the state file that it writes."""
     try:
         found = json.loads(state.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -23,7 +23,7 @@ class BackoffRule:
 
 @dataclass(frozen=True)
 class Backoff:
-    """How many restarts have come in a row."""
+    """Count of restarts in a row."""
 
     rule: BackoffRule
     in_a_row: int = 0

@@ -28,7 +28,7 @@ _CONFIG_RETRY_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class ContainerSetup:
-    """What a container needs of its pod and node.
+    """Needs of a container from its pod and node.
 
     Attributes:
         launch: starts its process; raises UserError when its configuration is wrong or missing.
@@ -65,7 +65,7 @@ class Container:
         self._child: Child | None = None
 
     async def run(self) -> None:
-        """Run until it has ended for good, by itself or by `stop`."""
+        """Run until it has ended for good, of its own accord or by `stop`."""
         backoff = Backoff(self._around.backoff)
         while not self._stopping.is_set():
             if isinstance(ended := self.record.state, Terminated):
@@ -89,7 +89,7 @@ class Container:
 
     @property
     def is_running(self) -> bool:
-        """Whether its process is there."""
+        """True where its process exists."""
         return self._child is not None
 
     async def _wait_to_restart(self, ended: Terminated, delay_seconds: float) -> None:

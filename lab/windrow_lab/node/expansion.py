@@ -18,11 +18,11 @@ POD_ADDRESS = "127.0.0.1"
 
 
 class ConfigError(UserError):
-    """A container or volume asks for what is not there, or not known to a process node."""
+    """Error of a container or volume that asks for something missing or unknown to the node."""
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace `$(NAME)` by its value; unknown names stay, and `$$` stands for one `$`."""
+    """Replace `$(NAME)` by its value; unknown names stay, and `$$` gives one `$`."""
 
     def replaced(match: re.Match[str]) -> str:
         if match.group() == "$$":

@@ -1,4 +1,4 @@
-"""How a container of a pod becomes a process."""
+"""Start of a pod's container as a process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANNOTATION_NICE = "windrow.dev/nice."
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """What the node adds to every container.
+    """Settings that the node adds to every container.
 
     Attributes:
         environment: variables that the container's own are added to.

@@ -34,7 +34,7 @@ _SIDECAR_GRACE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class NodeServices:
-    """What the pods of a node share.
+    """Services that the pods of a node share.
 
     Attributes:
         pods_dir: one directory per pod with its volumes.

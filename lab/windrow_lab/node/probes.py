@@ -48,7 +48,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Streak:
-    """How many answers in a row were the same."""
+    """Count of equal answers in a row."""
 
     probe: Probe
     ok: bool = False
@@ -67,7 +67,7 @@ class Streak:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What one call of a probe found out."""
+    """Result of one call of a probe."""
 
     ok: bool
     message: str

@@ -1,4 +1,4 @@
-"""What is known of a container: waiting, running or terminated; plain data."""
+"""State of a container: waiting, running or terminated; plain data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def timestamp(at: datetime) -> str:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Not running, for `reason`."""
+    """State of a container that does not run, for `reason`."""
 
     reason: str
     message: str = ""

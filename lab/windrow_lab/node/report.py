@@ -20,7 +20,7 @@ _GONE = (httpx.codes.NOT_FOUND, httpx.codes.CONFLICT)
 
 
 class PodStatusReporter:
-    """Writes the status of one pod whenever it was told that something changed."""
+    """Writes the status of one pod after each change that was reported."""
 
     def __init__(self, api: Api, pod: Json, make_status: Callable[[], Json]) -> None:
         self._api, self._make_status = api, make_status

@@ -1,4 +1,4 @@
-"""What a machine needs to run a node of `windrow_lab.realnode`, and what is missing here."""
+"""Requirements of a node of `windrow_lab.realnode` on its machine, and what is missing here."""
 
 from __future__ import annotations
 

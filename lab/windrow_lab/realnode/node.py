@@ -54,7 +54,7 @@ class NodeError(WindrowError):
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What the command on a running node is told.
+    """Facts for the command on a running node.
 
     Attributes:
         kubeconfig: of a cluster administrator.

@@ -1,4 +1,4 @@
-"""What runs on a real node of this machine: pods with its own programs, in an all but empty image.
+"""Pods on a real node of this machine, with its own programs, in an all but empty image.
 
 An image with torch would be gigabytes to build and import for each run; these pods mount `/usr`,
 the Python and the checkout of this process, as directories of the node.
@@ -206,7 +206,7 @@ def on_the_node(body: Json, folder: Path, log_root: Path | None, rows: Path = RO
     Args:
         body: of any kind.
         folder: of the run: pods and sidecars may write below it.
-        log_root: below it lies the folder for each pod's event log; None: no event logs.
+        log_root: below it is the folder for each pod's event log; None: no event logs.
         rows: file of rows that jobs may read.
     """
     made = copy.deepcopy(body)

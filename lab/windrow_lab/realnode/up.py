@@ -48,7 +48,7 @@ _PIECE = 1 << 16  # bytes
 
 @dataclass(frozen=True)
 class OnNode:
-    """What the process on the node is told.
+    """Settings of the process on the node.
 
     Attributes:
         folder: of the operator's logs.
@@ -84,7 +84,7 @@ def up(ports: Sequence[int], *, console: Console) -> ClusterInfo:
 
 
 def hold(folder: Path, ports: Sequence[int]) -> int:
-    """Hold a node until SIGTERM, or until it ends by itself; return its status then."""
+    """Hold a node until SIGTERM, or until it ends; return its status then."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with only_cluster(os.environ), contextlib.ExitStack() as open_files:
         api, *pods = (
@@ -149,7 +149,7 @@ def stay(told: OnNode) -> None:
 
 
 async def _pass_on(routes: Sequence[tuple[int, str, int]]) -> None:
-    """Connect whoever comes at a socket (its file, the host and port behind it) with what is there.
+    """Connect the clients of a socket (its file, the host and port behind it) with what is there.
 
     Somebody who comes while nothing listens there is hung up on, as by a server that is not up.
     """
@@ -178,7 +178,7 @@ async def _pass_on(routes: Sequence[tuple[int, str, int]]) -> None:
 
 
 async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    """Copy bytes until the source ends; the sink is told so, and may still answer."""
+    """Copy bytes until the source ends; the sink's input then ends, and it may still answer."""
     try:
         while piece := await source.read(_PIECE):
             sink.write(piece)

@@ -1,6 +1,6 @@
-"""Stands where SGLang expects its CUDA kernels, which have no build for the host.
+"""Stand-in for SGLang's CUDA kernels, which have no build for the host.
 
-The torch_native attention backend and the pytorch sampler call none of them; whatever does is told.
+The torch_native attention backend and the pytorch sampler call none of them; any call raises.
 """
 
 from __future__ import annotations
