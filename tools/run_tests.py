@@ -38,9 +38,11 @@ SIDE_BY_SIDE = (
     *("--numprocesses", "auto", "--maxprocesses", "4"),
     *("--dist", "loadfile", "--no-loadscope-reorder"),
 )
-# Where the marks of a pass stand: to collect all of tests/ takes as long as some passes run, since
+PAIRED = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+# Where the marks of a pass are: to collect all of tests/ takes as long as some passes run, since
 # each module of tests/contract imports torch and what it compares with.
-ALONE_LIES = ("tests/e2e", "tests/gpu", "tests/integration", "tests/shim")
+ALONE_LIES = ("tests/e2e", "tests/gpu", "tests/integration")
+PAIRED_LIES = ("tests/e2e", "tests/integration", "tests/shim")
 QUANTIZED_LIES = ("tests/contract/test_training_options.py",)
 EQUALITY_LIES = (
     "tests/contract/test_finetune_equals_peft.py",
@@ -72,8 +74,14 @@ PASSES = {
     "test": (
         Pass(
             "side by side",
-            ("-m", "not alone and not quantized and not sglang and not long", *SIDE_BY_SIDE),
+            (
+                *("-m", "not alone and not paired and not quantized and not sglang and not long"),
+                *SIDE_BY_SIDE,
+            ),
         ),
+        # Half of their time is waiting for what a worker does in idle time; four of them would keep
+        # each other's from it.
+        Pass("two at a time", ("-m", "paired and not sglang and not long", *PAIRED_LIES, *PAIRED)),
         # They have the machine to themselves.
         Pass("alone", ("-m", "alone and not sglang and not long", *ALONE_LIES)),
         # bitsandbytes lies beside the environment: peft imports it wherever it is.
@@ -90,7 +98,7 @@ PASSES = {
             "units and core contracts",
             (
                 "-m",
-                "not alone and not quantized",
+                "not alone and not paired and not quantized",
                 *SIDE_BY_SIDE,
                 "tests/unit",
                 "tests/layout",

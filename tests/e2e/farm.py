@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import closing
@@ -44,6 +45,7 @@ JOB_WITHIN_S = 240.0  # from its begin to its end
 CHECKPOINT_EVERY = 4
 MOST_SIDECARS = 2  # one after the other in a pod; the third comes ten seconds after its end
 RENEWED_WITHIN = timedelta(seconds=120)
+FASTEST_STEP_S = 0.1  # of a job's, as long as none has been seen
 POLICY = "farm"
 AGENT = "windrow_sidecar.agent"
 
@@ -93,6 +95,9 @@ class Farm:
     events: Path
     out: Path
     objective_ms: float
+    step_s: float = (
+        FASTEST_STEP_S  # between two optimizer steps of the last job, at its faster times
+    )
 
     def rows_of(self, name: str) -> Path:
         """The dataset of a job, which is its own."""
@@ -277,7 +282,18 @@ class Farm:
         return [*steps, *(e for e in found if isinstance(e, MarkEvent) and e.at_ns >= since_ns)]
 
     def begin_events_anew(self) -> None:
-        """Drop what was logged so far: each writer opens its file for each piece."""
+        """Drop what was logged so far: each writer opens its file for each piece.
+
+        Of the jobs that ran, their rate is kept.
+        """
+        ends_ns = sorted(
+            event.end_ns
+            for _, event in read_events(self.events)
+            if isinstance(event, TaskletEvent) and event.phase == "opt"
+        )
+        if len(ends_ns) > 2:
+            gaps_ns = sorted(after - before for before, after in pairwise(ends_ns))
+            self.step_s = max(1e-3, gaps_ns[len(gaps_ns) // 4] / 1e9)
         for path in self.events.rglob("*.events.jsonl"):
             path.unlink()
 

@@ -16,7 +16,7 @@ from windrow_lab.cluster import manifests
 from windrow_lab.cluster.monitoring import Prometheus
 
 pytestmark = [
-    pytest.mark.alone,
+    pytest.mark.paired,
     pytest.mark.timeout(420),
     pytest.mark.skipif(
         shutil.which("prometheus") is None,

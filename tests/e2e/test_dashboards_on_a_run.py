@@ -20,7 +20,7 @@ from windrow_lab.cluster import manifests
 from windrow_lab.cluster.monitoring import Prometheus
 
 pytestmark = [
-    pytest.mark.alone,
+    pytest.mark.paired,
     pytest.mark.skipif(
         shutil.which("prometheus") is None,
         reason="no prometheus (Debian: apt-get install prometheus)",

@@ -10,7 +10,7 @@ import pytest
 
 from windrow_lab.figures.summary import PODS, summarize
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.paired
 
 ROOT = Path(__file__).parents[2]
 WANTED = (

@@ -12,7 +12,7 @@ from farm import NAMESPACE, Farm, Requests, until
 from kubernetes import client as k8s
 
 pytestmark = [
-    pytest.mark.alone,
+    pytest.mark.paired,
     pytest.mark.timeout(420),  # a first build of the API server included
 ]
 

@@ -17,7 +17,7 @@ from windrow.proto import attach_pb2
 from windrow_sidecar.agent.flags import parse_settings
 from windrow_sidecar.testing.attached_operator import until
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.paired
 
 Event = attach_pb2.JobEvent
 Ask = attach_pb2.JobCommand

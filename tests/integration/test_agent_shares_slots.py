@@ -12,7 +12,7 @@ from windrow.proto import attach_pb2
 from windrow.rundir import read_worker_line
 from windrow_sidecar.testing.attached_operator import until
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.paired
 
 Event = attach_pb2.JobEvent
 Ask = attach_pb2.JobCommand

@@ -23,7 +23,7 @@ from windrow_sidecar.qos.terms import HarvestTerms, make_terms
 from windrow_sidecar.qos.view import Action, Grant, Offer
 from windrow_sidecar.testing.stepping_engine import PROFILE, UNITS, SteppingEngine
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.paired
 
 EPOCH = 7
 TERMS = HarvestTerms("p", "windrow", "harvest", objective_us=12_000)

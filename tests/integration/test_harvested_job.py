@@ -24,7 +24,7 @@ ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
 Event = attach_pb2.JobEvent
 
 pytestmark = [
-    pytest.mark.alone,
+    pytest.mark.paired,
     pytest.mark.skipif(
         len(os.sched_getaffinity(0)) < 2, reason="a host device has two cores at least"
     ),

@@ -105,17 +105,18 @@ def tool():
 
 
 @pytest.mark.parametrize(
-    ("marks", "passes"), [(set(), 1), ({"alone"}, 1), ({"quantized"}, 1), ({"sglang"}, 0)]
+    ("marks", "passes"),
+    [(set(), 1), ({"alone"}, 1), ({"paired"}, 1), ({"quantized"}, 1), ({"sglang"}, 0)],
 )
 def test_each_test_belongs_to_one_pass_but_for_those_with_a_command_of_their_own(
     tool, marks, passes
 ):
     first = [this.arguments[1] for this in tool.PASSES["test"] if this.arguments[1] != "equality"]
-    has = {mark: mark in marks for mark in ("alone", "quantized", "sglang", "long")}
+    has = {mark: mark in marks for mark in ("alone", "paired", "quantized", "sglang", "long")}
     assert [eval(expression, {}, has) for expression in first].count(True) == passes
 
 
-@pytest.mark.parametrize("mark", ["alone", "quantized", "equality"])
+@pytest.mark.parametrize("mark", ["alone", "paired", "quantized", "equality"])
 def test_what_has_a_mark_lies_where_its_passes_look(tool, mark):
     looked = [ROOT / place for place in getattr(tool, f"{mark.upper()}_LIES")]
     marked = [

@@ -19,7 +19,7 @@ from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.testing.stepping_engine import PROFILE
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.paired
 
 MIB = 1 << 20
 # Two layers of 2.4 MB in fp32 and the rest of the model; a chunk has 1.5 MiB, so a layer takes two.

@@ -14,7 +14,7 @@ from waiting import wait_until
 
 from windrow.rundir import ENV_OUTPUT_TREES
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.paired
 SLOTS = ("decode-0", "decode-0.1")
 
 

@@ -13,7 +13,7 @@ from windrow.rundir import RunDir
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.worker_process import Standby, WorkerProcess
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.paired
 
 ASSIGN = attach_pb2.Assign(job_uid="uid-1", epoch=3, spec_json="{}")
 

@@ -20,7 +20,7 @@ from windrow_sidecar.engines.harvest.settings import HarvestSettings
 from windrow_sidecar.qos.view import Action
 from windrow_sidecar.testing.stepping_engine import SteppingEngine
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.paired
 
 BURN = "while True: pass"
 _ROOT = Path("/sys/fs/cgroup")

@@ -25,7 +25,7 @@ from windrow.eventlog import LossEvent, TaskletEvent, read_events
 from windrow.protocol import Ending
 from windrow_sidecar.finetune.colocated.grants import ASK_AFTER_SILENCE_NS
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.paired
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from windrow.protocol import Ending
 from windrow_sidecar.finetune.data.remote import Credentials, storage_options
 
 STEPS = 4
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.paired, pytest.mark.timeout(900)]
 LOADS = 240.0  # seconds, on a machine that others use
 
 

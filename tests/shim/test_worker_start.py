@@ -239,7 +239,7 @@ def step_of(pod: Pod) -> int:
     return pod.agent.progress[-1].step if pod.agent.progress else 0
 
 
-@pytest.mark.alone
+@pytest.mark.paired
 def test_a_job_learns_beside_decode_with_all_of_its_memory_in_lent_chunks(pod):
     worker = started(pod)
     until(lambda: worker.poll() is not None, pod=pod, within=120)
@@ -256,7 +256,7 @@ def test_a_job_learns_beside_decode_with_all_of_its_memory_in_lent_chunks(pod):
     assert counts["most_device_bytes"] == 0, "torch has memory of its own"
 
 
-@pytest.mark.alone
+@pytest.mark.paired
 def test_a_job_over_decodes_weights_leaves_every_chunk_and_goes_on_in_others(pod):
     worker = started(pod, maxSteps=100_000)
     until(lambda: step_of(pod) >= 2, pod=pod, worker=worker)
@@ -270,7 +270,7 @@ def test_a_job_over_decodes_weights_leaves_every_chunk_and_goes_on_in_others(pod
     assert "rule broken" not in pod.logs()
 
 
-@pytest.mark.alone
+@pytest.mark.paired
 @pytest.mark.parametrize("pod", [True], indirect=True)
 def test_a_client_of_mps_computes_on_the_share_that_is_granted_and_on_the_whole(pod):
     worker = started(pod, maxSteps=100_000)
@@ -283,7 +283,7 @@ def test_a_client_of_mps_computes_on_the_share_that_is_granted_and_on_the_whole(
     assert "rule broken" not in pod.logs()
 
 
-@pytest.mark.alone
+@pytest.mark.paired
 def test_a_worker_that_is_no_client_waits_for_the_whole_beside_a_decode_that_grants_parts(pod):
     worker = pod.start(maxSteps=100_000)
     until(lambda: pod.decode.offer.job_epoch == 1, pod=pod, worker=worker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,12 +19,14 @@ from scene import BREAK_AT, Scene
 from support.small_disk import small_disk
 
 from windrow.eventlog import MarkEvent, StepEvent
+from windrow_sidecar.finetune.colocated.agent_link import LOOK_EVERY_S, SILENT_AFTER_S
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 STEPS = 28
 LONGER = 120  # where the fault lasts for seconds: the job is not to end under it
 WITHOUT_AN_END = 4000
+SILENCE_S = SILENT_AFTER_S + 3 * LOOK_EVERY_S  # a worker goes on so long without its sidecar
 STEPS_ALONE = 20  # of each pod, once the worker is gone
 
 
@@ -37,6 +40,7 @@ class Fault:
         long: whether only `make e2e` does it.
         ends_decode: whether the pod's own decode is hit, and its requests with it.
         steps: of the job; more where it must not end before the fault is noticed.
+        outlasts_s: how long the job has to run beyond `steps`, at the rate of the jobs before it.
         own_disk: whether what the job writes has a small disk of its own.
     """
 
@@ -45,14 +49,14 @@ class Fault:
     long: bool = True
     ends_decode: bool = False
     steps: int = STEPS
+    outlasts_s: float = 0.0
     own_disk: bool = False
 
 
 FAULTS = (
-    # A worker whose sidecar is silent goes on for SILENT_AFTER_S.
-    Fault(processes.sidecar_hangs, stays=False, long=False, steps=2 * LONGER),
-    Fault(processes.sidecar_hangs_as_the_job_ends, stays=False),
     Fault(processes.worker_killed, stays=False, long=False),
+    Fault(processes.sidecar_hangs, stays=False, long=False, outlasts_s=3 * SILENCE_S),
+    Fault(processes.sidecar_hangs_as_the_job_ends, stays=False),
     Fault(processes.worker_killed_again_and_again, stays=False),
     Fault(processes.worker_killed_while_it_loads, stays=False),
     Fault(processes.worker_stalls),
@@ -118,9 +122,10 @@ def test_a_job_survives(farm: Farm, fault: Fault, record_property: Callable[[str
     farm.make_whole()
     farm.begin_events_anew()
     with small_disk(farm.out / name, mib=16) if fault.own_disk else contextlib.nullcontext():
-        farm.submit(name, fault.steps)
+        steps = fault.steps + math.ceil(fault.outlasts_s / farm.step_s)
+        farm.submit(name, steps)
         try:
-            _survives(farm, fault, name, record_property)
+            _survives(farm, fault, name, steps, record_property)
         finally:
             # Whatever it was that went wrong, the next fault meets no worker of this one.
             farm.client.delete(name)
@@ -149,7 +154,11 @@ def test_a_job_deleted_while_it_runs_leaves_nothing(
 
 
 def _survives(
-    farm: Farm, fault: Fault, name: str, record_property: Callable[[str, object], None]
+    farm: Farm,
+    fault: Fault,
+    name: str,
+    steps: int,
+    record_property: Callable[[str, object], None],
 ) -> None:
     job = farm.at_step(name, BREAK_AT, checkpoint=CHECKPOINT_EVERY)
     scene = Scene(farm, job, farm.pod_of(job))
@@ -184,7 +193,7 @@ def _survives(
     # Nothing ran twice; what was done before a checkpoint was not done again.
     tasklets = [event for _, event in farm.tasklets(job.uid)]
     closing.assert_ran_once(tasklets)
-    closing.assert_went_on(tasklets, fault.steps, CHECKPOINT_EVERY)
+    closing.assert_went_on(tasklets, steps, CHECKPOINT_EVERY)
     assert farm.finished_steps(job.uid).count(2) == 1
     assert (after.epoch == job.epoch) is fault.stays
 
