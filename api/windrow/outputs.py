@@ -152,6 +152,20 @@ def _walk(at: int, parts: Iterable[str], *, make: bool = False) -> int:
     return at
 
 
+def folder_below(root: Path, parts: Iterable[str], *, make: bool) -> int:
+    """Return a descriptor (O_PATH) of a folder below `root`, to which no link leads.
+
+    Args:
+        root: a directory; links on the way to it are followed.
+        parts: names of directories, each in the one before.
+        make: whether directories that are missing are made.
+
+    Raises:
+        OSError: ELOOP or ENOTDIR where a name is a link; else what `open` and `mkdir` raise.
+    """
+    return _walk(os.open(root, _FOLDER), parts, make=make)
+
+
 def place_here(bucket: str) -> Path:
     """Return the directory of this user for what a job that writes to a bucket leaves here.
 

@@ -27,6 +27,7 @@ from windrow_cli import (
     plan,
     profile,
     report,
+    serve_api,
     simulate,
     top,
 )
@@ -80,6 +81,7 @@ app.command("off")(off.off)
 app.command("on")(off.on)
 app.command("explain")(explain.explain)
 app.command("report")(report.report)
+app.command("serve-api")(serve_api.serve_api)
 app.command("monitor")(monitor.monitor)
 app.command("adapter")(jobs.adapter)
 app.command("run", context_settings={"ignore_unknown_options": True})(running.run)

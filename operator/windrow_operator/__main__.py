@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import sys
-import time
 
 from windrow.errors import UserError, WindrowError
 from windrow_operator.app import serve
+from windrow_operator.log_lines import JsonFormatter
 from windrow_operator.settings import Settings, parse
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object per record."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created)),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
 
 
 def _configure_logging(settings: Settings) -> None:

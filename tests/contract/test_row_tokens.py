@@ -15,11 +15,10 @@ from support.vocabularies import byte_pairs, letters, sentence_pieces
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from windrow.errors import UserError
+from windrow.rows import DatasetRecord, row_of
 from windrow_sidecar.engines.builtin.web.front import load_tokenizer
 from windrow_sidecar.finetune.data import conversation
 from windrow_sidecar.finetune.data.conversation import Conversations
-from windrow_sidecar.finetune.data.records import DatasetRecord
-from windrow_sidecar.finetune.data.rows import row_of
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
 
 FORMS = {

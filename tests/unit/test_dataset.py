@@ -13,9 +13,8 @@ from support.vocabularies import letters
 
 from windrow.crd import DatasetSpec
 from windrow.errors import UserError
+from windrow.rows import DatasetRecord, DatasetRow, row_of
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
-from windrow_sidecar.finetune.data.records import DatasetRecord
-from windrow_sidecar.finetune.data.rows import DatasetRow, row_of
 from windrow_sidecar.finetune.data.split import BatchPlan, Example, lengths_of, split
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
 

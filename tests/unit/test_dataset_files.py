@@ -18,10 +18,10 @@ import pytest
 from pyarrow import parquet
 
 from windrow.errors import UserError
+from windrow.rows import row_of
 from windrow_sidecar.finetune.data import records
 from windrow_sidecar.finetune.data.places import find_files, local_path
 from windrow_sidecar.finetune.data.records import read_records
-from windrow_sidecar.finetune.data.rows import row_of
 from windrow_sidecar.finetune.data.source_access import UNCONFINED
 
 find_files_anywhere = functools.partial(find_files, access=UNCONFINED)

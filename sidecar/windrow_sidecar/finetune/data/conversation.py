@@ -14,10 +14,9 @@ from typing import Any
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
+from windrow.rows import MOST_ROW_BYTES, DatasetRow, Fields, bad_row
 from windrow_sidecar.finetune.data.cpu_limit import ComputesTooLong, cpu_limit
 from windrow_sidecar.finetune.data.encoding import Rendered
-from windrow_sidecar.finetune.data.records import MOST_ROW_BYTES, Fields, bad_row
-from windrow_sidecar.finetune.data.rows import DatasetRow
 
 # By which a template says itself what the assistant says.
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -12,10 +12,10 @@ from windrow.conditions import Reason
 from windrow.crd import DatasetSpec
 from windrow.errors import UserError
 from windrow.redaction import redacted
+from windrow.rows import READ, row_of
 from windrow_sidecar.finetune.data.places import find_files
 from windrow_sidecar.finetune.data.records import read_records
 from windrow_sidecar.finetune.data.remote import Credentials
-from windrow_sidecar.finetune.data.rows import READ, row_of
 from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
 from windrow_sidecar.finetune.data.split import DataSplit, Example, held_out_rows
 from windrow_sidecar.finetune.data.store import StoredRows, TokenFile

@@ -8,16 +8,14 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from io import BufferedIOBase, BufferedReader
 from typing import Any, BinaryIO, cast
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
+from windrow.rows import MOST_ROW_BYTES, DatasetRecord, WrittenTwice, once_each
 from windrow_sidecar.finetune.data.places import DataFile, reaching
 
-# Longer ones are no rows of text; what is unpacked counts.
-MOST_ROW_BYTES = 64 << 20
 # The whole of a .json file is in memory, several times its size once it is parsed.
 MOST_JSON_BYTES = 1 << 30
 # Rows of a Parquet file that are in memory at once.
@@ -33,36 +31,6 @@ _DAMAGE = (
 
 # fsspec's names of them.
 _CODECS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz"}
-
-Fields = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class DatasetRecord:
-    """One object that has not been looked at yet. `where`: `file:line`, `file[n]` without lines.
-
-    `of_table`: each object in it has the keys of all rows, as nulls where the row has none.
-    """
-
-    where: str
-    content: Any  # bytes of a line, what a library made of it, or why it could not
-    of_table: bool = False
-
-    def fields(self) -> Fields:
-        """Return the object.
-
-        Raises:
-            UserError: it is none.
-        """
-        if isinstance(self.content, UnicodeDecodeError):
-            raise bad_row(self.where, "holds text that is not UTF-8", "Mend or drop the row.")
-        if isinstance(self.content, Exception):
-            problem = f"holds a value that cannot be read ({self.content})"
-            raise bad_row(self.where, problem, "Mend or drop the row, or take its column out.")
-        found = _decoded(self.content, self.where) if _is_line(self.content) else self.content
-        if not isinstance(found, dict):
-            raise bad_row(self.where, "is not a JSON object", 'Write an object: {"...": ...}.')
-        return found
 
 
 def read_records(file: DataFile) -> Iterator[DatasetRecord]:
@@ -116,11 +84,6 @@ def _unpacking(name: str) -> Iterator[None]:
         ) from error
 
 
-def bad_row(where: str, problem: str, remedy: str) -> UserError:
-    """Return the error for one row."""
-    return UserError(problem, field=where, remedy=remedy, reason=Reason.DATASET_INVALID)
-
-
 def _lines(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
     # A packed file of a few kilobytes can hold a line of gigabytes.
     if isinstance(source, BufferedIOBase):
@@ -154,12 +117,12 @@ def _array(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
             name, f"is larger than {MOST_JSON_BYTES >> 30} GiB: write a row a line (.jsonl)"
         )
     try:
-        found = json.loads(content, object_pairs_hook=_once_each)
+        found = json.loads(content, object_pairs_hook=once_each)
     except UnicodeDecodeError as error:
         raise _bad_file(name, "is not UTF-8") from error
     except json.JSONDecodeError as error:
         raise _bad_file(name, f"is not JSON ({error.msg}, line {error.lineno})") from error
-    except _WrittenTwice as error:
+    except WrittenTwice as error:
         raise _bad_file(name, f"writes {error} twice in one object") from error
     except (ValueError, RecursionError) as error:
         raise _bad_file(name, f"is beyond what is read of JSON ({error})") from error
@@ -202,13 +165,6 @@ def _python_of(batch: Any) -> list[Any]:  # noqa: ANN401 - pyarrow's
     return [row for n in range(batch.num_rows) for row in _python_of(batch.slice(n, 1))]
 
 
-def without_nulls(value: Any) -> Any:  # noqa: ANN401 - any JSON
-    """Return a value without keys of objects that are null; elements of lists stay."""
-    if isinstance(value, dict):
-        return {key: without_nulls(v) for key, v in value.items() if v is not None}
-    return [without_nulls(element) for element in value] if isinstance(value, list) else value
-
-
 def _as_json(batch: Any) -> Any:  # noqa: ANN401 - pyarrow's
     """Return a batch with what JSON can say: no format reads a time, and Python holds not all.
 
@@ -242,38 +198,6 @@ def _json_type(kind: Any) -> Any:  # noqa: ANN401 - pyarrow's
     if types.is_temporal(kind) or types.is_binary(kind) or types.is_large_binary(kind):
         return pyarrow.large_string()
     return pyarrow.float64() if types.is_decimal(kind) else kind
-
-
-def _is_line(content: Any) -> bool:  # noqa: ANN401
-    return isinstance(content, bytes)
-
-
-def _decoded(line: bytes, where: str) -> Any:  # noqa: ANN401 - any JSON
-    try:
-        return json.loads(line, object_pairs_hook=_once_each)
-    except UnicodeDecodeError as error:
-        raise bad_row(where, "is not UTF-8", "Save the file as UTF-8.") from error
-    except _WrittenTwice as error:
-        raise bad_row(where, f"writes {error} twice", "Keep one of the two.") from error
-    except json.JSONDecodeError as error:
-        problem = f"is not JSON ({error.msg}, column {error.colno})"
-        raise bad_row(where, problem, "Mend the line.") from error
-    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
-        raise bad_row(
-            where, f"is beyond what is read of JSON ({error})", "Mend the line."
-        ) from error
-
-
-class _WrittenTwice(ValueError):
-    """Duplicate key in an object, of which Python would take the last."""
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> Fields:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _WrittenTwice(repr(next(n for n in names if names.count(n) > 1)))
-    return found
 
 
 def _bad_file(name: str, problem: str) -> UserError:

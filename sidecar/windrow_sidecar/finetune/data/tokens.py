@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from windrow.errors import UserError
+from windrow.rows import DatasetRow, bad_row
 from windrow_sidecar.finetune.data.conversation import Conversations
 from windrow_sidecar.finetune.data.encoding import Rendered, encode
-from windrow_sidecar.finetune.data.records import bad_row
-from windrow_sidecar.finetune.data.rows import DatasetRow
 from windrow_sidecar.finetune.data.split import Example
 
 _NAMED = 10  # fields in one sentence

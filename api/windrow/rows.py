@@ -7,8 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from windrow_sidecar.finetune.data.records import DatasetRecord, Fields, bad_row, without_nulls
+from windrow.conditions import Reason
+from windrow.errors import UserError
 
+# Longer ones are no rows of text; what is unpacked counts.
+MOST_ROW_BYTES = 64 << 20
+Fields = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 # The fields of a row that count, by its format.
 READ = {
@@ -19,6 +23,79 @@ READ = {
 }
 # By which field a row of each format is told.
 MARKS = {"chat": "messages", "instruction": "instruction", "completion": "prompt", "text": "text"}
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetRecord:
+    """One object that has not been looked at yet. `where`: `file:line`, `file[n]` without lines.
+
+    `of_table`: each object in it has the keys of all rows, as nulls where the row has none.
+    """
+
+    where: str
+    content: Any  # bytes of a line, what a library made of it, or why it could not
+    of_table: bool = False
+
+    def fields(self) -> Fields:
+        """Return the object.
+
+        Raises:
+            UserError: it is none.
+        """
+        if isinstance(self.content, UnicodeDecodeError):
+            raise bad_row(self.where, "holds text that is not UTF-8", "Mend or drop the row.")
+        if isinstance(self.content, Exception):
+            problem = f"holds a value that cannot be read ({self.content})"
+            raise bad_row(self.where, problem, "Mend or drop the row, or take its column out.")
+        found = _decoded(self.content, self.where) if _is_line(self.content) else self.content
+        if not isinstance(found, dict):
+            raise bad_row(self.where, "is not a JSON object", 'Write an object: {"...": ...}.')
+        return found
+
+
+def bad_row(where: str, problem: str, remedy: str) -> UserError:
+    """Return the error for one row."""
+    return UserError(problem, field=where, remedy=remedy, reason=Reason.DATASET_INVALID)
+
+
+class WrittenTwice(ValueError):
+    """Duplicate key in an object, of which Python would take the last."""
+
+
+def once_each(pairs: list[tuple[str, Any]]) -> Fields:
+    """Return an object of JSON; raise WrittenTwice where a key stands in it twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise WrittenTwice(repr(next(n for n in names if names.count(n) > 1)))
+    return found
+
+
+def without_nulls(value: Any) -> Any:  # noqa: ANN401 - any JSON
+    """Return a value without keys of objects that are null; elements of lists stay."""
+    if isinstance(value, dict):
+        return {key: without_nulls(v) for key, v in value.items() if v is not None}
+    return [without_nulls(element) for element in value] if isinstance(value, list) else value
+
+
+def _is_line(content: Any) -> bool:  # noqa: ANN401
+    return isinstance(content, bytes)
+
+
+def _decoded(line: bytes, where: str) -> Any:  # noqa: ANN401 - any JSON
+    try:
+        return json.loads(line, object_pairs_hook=once_each)
+    except UnicodeDecodeError as error:
+        raise bad_row(where, "is not UTF-8", "Save the file as UTF-8.") from error
+    except WrittenTwice as error:
+        raise bad_row(where, f"writes {error} twice", "Keep one of the two.") from error
+    except json.JSONDecodeError as error:
+        problem = f"is not JSON ({error.msg}, column {error.colno})"
+        raise bad_row(where, problem, "Mend the line.") from error
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+        raise bad_row(
+            where, f"is beyond what is read of JSON ({error})", "Mend the line."
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

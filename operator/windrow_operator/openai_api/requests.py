@@ -1,0 +1,220 @@
+"""Read what a caller asks a finetuning job for: every field known, typed and in range."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from windrow_operator.openai_api.refusals import CallRefused, invalid
+
+_FIELDS: Final = (
+    *("model", "training_file", "validation_file", "hyperparameters", "method", "suffix"),
+    *("seed", "metadata", "integrations"),
+)
+_HYPERPARAMETERS: Final = ("n_epochs", "batch_size", "learning_rate_multiplier")
+_SUFFIX: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
+_MOST_PAIRS, _LONGEST_NAME, _LONGEST_VALUE = 16, 64, 512
+_LONGEST_TEXT: Final = 1024
+_MOST_SEED: Final = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """What a caller sets; None: `auto`."""
+
+    n_epochs: int | None = None
+    batch_size: int | None = None
+    learning_rate_multiplier: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """A checked request for a job.
+
+    Attributes:
+        model: as the caller names it.
+        training_file: id of the rows.
+        validation_file: id of the rows to evaluate on; empty: none.
+        hyperparameters: of the method.
+        suffix: of the tuned model's name; empty: one is made.
+        seed: None: one is drawn.
+        metadata: the caller's own pairs.
+    """
+
+    model: str
+    training_file: str
+    validation_file: str = ""
+    hyperparameters: Hyperparameters = Hyperparameters()
+    suffix: str = ""
+    seed: int | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def job_request(body: object) -> JobRequest:
+    """Return a checked request.
+
+    Raises:
+        CallRefused: names the field, and what to write.
+    """
+    if not isinstance(body, dict):
+        raise CallRefused(400, "The body is not a JSON object.", code="invalid_json")
+    _refuse_unknown(body, _FIELDS, "")
+    model = _text(body, "model", required=True)
+    training = _text(body, "training_file", required=True)
+    suffix = _text(body, "suffix")
+    if suffix and not _SUFFIX.fullmatch(suffix):
+        raise invalid(
+            "suffix",
+            f"{suffix!r} cannot be part of a model's name here",
+            "Write at most 40 lower-case letters, digits and - between them.",
+        )
+    _refuse_integrations(body.get("integrations"))
+    return JobRequest(
+        model=model,
+        training_file=training,
+        validation_file=_text(body, "validation_file"),
+        hyperparameters=_hyperparameters(body),
+        suffix=suffix,
+        seed=_seed(body.get("seed")),
+        metadata=_metadata(body.get("metadata")),
+    )
+
+
+def _refuse_unknown(found: Mapping[str, Any], known: Collection[str], path: str) -> None:
+    for name in found:
+        if name not in known:
+            raise invalid(
+                f"{path}{name}"[:_LONGEST_NAME],
+                "is not a field that this server knows",
+                f"Leave it out. Known: {', '.join(known)}.",
+                code="unknown_parameter",
+            )
+
+
+def _text(body: Mapping[str, Any], name: str, *, required: bool = False) -> str:
+    value = body.get(name)
+    if value is None and not required:
+        return ""
+    if value is None:
+        raise invalid(name, "is missing", "Write it.", code="missing_required_parameter")
+    if not isinstance(value, str) or not value or len(value) > _LONGEST_TEXT:
+        raise invalid(name, "is not a text of some characters", "Write one.", code="invalid_type")
+    return value
+
+
+def _seed(seed: object) -> int | None:
+    if seed is None:
+        return None
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _MOST_SEED:
+        raise invalid(
+            "seed", f"{seed!r} is not a seed", f"Write an integer from 0 to {_MOST_SEED}."
+        )
+    return seed
+
+
+def _metadata(found: object) -> dict[str, str]:
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise invalid("metadata", "is not an object", "Write names and texts.", "invalid_type")
+    if len(found) > _MOST_PAIRS:
+        raise invalid("metadata", f"has {len(found)} pairs", f"Write at most {_MOST_PAIRS}.")
+    for name, value in found.items():
+        if len(name) > _LONGEST_NAME or not isinstance(value, str) or len(value) > _LONGEST_VALUE:
+            raise invalid(
+                f"metadata.{name[:_LONGEST_NAME]}",
+                f"is not a text of at most {_LONGEST_VALUE} characters under a name of at most "
+                f"{_LONGEST_NAME}",
+                "Shorten it.",
+            )
+    return dict(found)
+
+
+def _refuse_integrations(found: object) -> None:
+    if found in (None, []):
+        return
+    if not isinstance(found, list):
+        raise invalid("integrations", "is not a list", "Leave it out.", code="invalid_type")
+    kind = found[0].get("type") if isinstance(found[0], dict) else None
+    raise invalid(
+        "integrations[0].type",
+        f"{kind!r} is not an integration of this server",
+        "Leave integrations out: losses are in the job's events and in its result file.",
+        code="unsupported_integration",
+    )
+
+
+def _hyperparameters(body: Mapping[str, Any]) -> Hyperparameters:
+    """Return those of `method`, or of the older field `hyperparameters`."""
+    older, method = body.get("hyperparameters"), body.get("method")
+    if method is None:
+        return _read(older, "hyperparameters")
+    if not isinstance(method, dict):
+        raise invalid("method", "is not an object", "Write {type: supervised}.", "invalid_type")
+    kind = method.get("type")
+    if kind != "supervised":
+        raise invalid(
+            "method.type",
+            f"{kind!r} is not a method of this server",
+            "Write supervised.",
+            code="unsupported_method",
+        )
+    _refuse_unknown(method, ("type", kind), "method.")
+    if older is not None:
+        raise invalid(
+            "hyperparameters",
+            "stands beside method, which has hyperparameters of its own",
+            f"Write them in method.{kind}.hyperparameters alone.",
+        )
+    settings = method.get(kind)
+    if settings is None:
+        return Hyperparameters()
+    if not isinstance(settings, dict):
+        raise invalid(f"method.{kind}", "is not an object", "Write one.", code="invalid_type")
+    _refuse_unknown(settings, ("hyperparameters",), f"method.{kind}.")
+    return _read(settings.get("hyperparameters"), f"method.{kind}.hyperparameters")
+
+
+def _read(found: object, path: str) -> Hyperparameters:
+    if found is None:
+        return Hyperparameters()
+    if not isinstance(found, dict):
+        raise invalid(path, "is not an object", "Write one.", code="invalid_type")
+    _refuse_unknown(found, _HYPERPARAMETERS, f"{path}.")
+    epochs = _number(found, "n_epochs", path, 1, 50)
+    batch = _number(found, "batch_size", path, 1, 256)
+    return Hyperparameters(
+        n_epochs=None if epochs is None else int(epochs),
+        batch_size=None if batch is None else int(batch),
+        learning_rate_multiplier=_number(
+            found, "learning_rate_multiplier", path, 0.0001, 100, whole=False
+        ),
+    )
+
+
+def _number(
+    found: Mapping[str, Any],
+    name: str,
+    path: str,
+    least: float,
+    most: float,
+    *,
+    whole: bool = True,
+) -> float | None:
+    value = found.get(name, "auto")
+    if value in (None, "auto"):
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or (whole and value != int(value)):
+        kind = "an integer" if whole else "a number"
+        raise invalid(
+            f"{path}.{name}", f"{value!r} is not {kind}", f"Write {kind} or auto.", "invalid_type"
+        )
+    if not least <= value <= most:
+        raise invalid(
+            f"{path}.{name}", f"{value} is out of range", f"Write {least:g} to {most:g}, or auto."
+        )
+    return float(value)
