@@ -5,13 +5,22 @@ The servers here stand where SGLang's front stands: its three calls, with its an
 
 from __future__ import annotations
 
+import hashlib
 import json
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import httpx
+import openai
 import pytest
+from kubernetes import client as k8s
 from waiting import wait_until
+
+from windrow_lab.machine.ports import free_port
 
 
 @dataclass
@@ -27,6 +36,11 @@ class Front:
     def answer(self, path: str, body: dict | None) -> tuple[int, dict]:
         if path == "/v1/models":
             return 200, {"data": [{"id": "/m"}, *({"id": name} for name in self.adapters)]}
+        if path == "/v1/chat/completions":
+            base, _, adapter = body["model"].partition(":")
+            assert (base, adapter in self.adapters) == ("/m", True)
+            message = {"role": "assistant", "content": f"by {adapter}"}
+            return 200, {"id": "1", "choices": [{"index": 0, "message": message}]}
         self.calls.append((self.role, path, body["lora_name"]))
         if path == "/load_lora_adapter":
             if self.refuses:
@@ -152,3 +166,91 @@ def test_no_adapter_goes_where_the_policy_does_not_let_it(cluster, fronts):
     assert fronts["decode"].calls == []
     cluster.delete_job()
     wait_until(lambda: not cluster.has_job(), "the job is gone")
+
+
+@pytest.fixture
+def endpoint(cluster, control_plane, tmp_path):
+    """The URL of `windrow serve-api`, a Secret's key, and the place of files."""
+    place, port = tmp_path / "files", free_port()
+    place.mkdir()
+    digest = hashlib.sha256(b"sk-anna").hexdigest()
+    keys = {"metadata": {"name": "keys"}, "stringData": {"anna": f"{cluster.namespace} {digest}"}}
+    cluster.core.create_namespaced_secret(cluster.namespace, keys)
+    command = [Path(sys.executable).with_name("windrow"), "serve-api", f"--storage={place}"]
+    command += ["--key-secret=keys", f"--namespace={cluster.namespace}", f"--port={port}"]
+    command += [f"--kubeconfig={control_plane.kubeconfig}"]
+    template = tmp_path / "job.yaml"
+    template.write_text("output: {deploy: {enabled: true}}")
+    with (tmp_path / "api.log").open("wb") as log:
+        server = subprocess.Popen([*command, f"--job-template={template}"], stdout=log, stderr=log)
+
+    def answers():
+        assert server.poll() is None, (tmp_path / "api.log").read_text()
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/healthz").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    wait_until(answers, "the endpoint answers")
+    yield f"http://127.0.0.1:{port}/v1", place
+    server.terminate()
+    assert server.wait(timeout=30) == 0, (tmp_path / "api.log").read_text()
+
+
+def test_openais_client_tunes_a_model_and_calls_it(cluster, fronts, endpoint, kube):
+    url, place = endpoint
+    own = {"matchLabels": {"kubernetes.io/metadata.name": cluster.namespace}}
+    cluster.policy(access={"namespaceSelector": own, "adapters": True})
+    serving_pod(cluster, fronts["prefill"])
+    sidecar = cluster.attach(serving_pod(cluster, fronts["decode"]), outputs=(str(place),))
+    sidecar.beat()
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    with openai.OpenAI(base_url=url, api_key="sk-anna") as anna:
+        wait_until(lambda: [m.id for m in anna.models.list()] == ["/m"], "the served model")
+        content = json.dumps(row).encode()
+        file = anna.files.create(file=("rows.jsonl", content), purpose="fine-tune")
+        job = anna.fine_tuning.jobs.create(model="m", training_file=file.id, suffix="tone")
+        assigned = sidecar.next("assign")
+        assert json.loads(assigned.spec_json)["dataset"]["source"].startswith(str(place))
+        sidecar.report(assigned, "STARTED")
+        read = anna.fine_tuning.jobs.retrieve
+        wait_until(lambda: read(job.id).status == "running", "the job runs")
+        sidecar.report(assigned, "SUCCEEDED", adapter_path="/out/tone")
+        wait_until(lambda: read(job.id).status == "succeeded", "the job has succeeded")
+        events = [event.message for event in anna.fine_tuning.jobs.list_events(job.id)]
+        assert any(said.startswith("Requests ask for it") for said in events)
+        model = read(job.id).fine_tuned_model
+        assert model in [each.id for each in anna.models.list()]
+        with openai.OpenAI(
+            base_url=f"http://127.0.0.1:{fronts['decode'].port}/v1", api_key="x"
+        ) as c:
+            said = c.chat.completions.create(model=model, messages=row["messages"][:1])
+        assert said.choices[0].message.content == f"by {cluster.namespace}.tone"
+    # A token of a service account: another key, which sees nothing of the first.
+    account = {"metadata": {"name": "ci"}}
+    cluster.core.create_namespaced_service_account(cluster.namespace, account)
+    asked = {"spec": {"audiences": ["windrow-api"]}}
+    token = cluster.core.create_namespaced_service_account_token("ci", cluster.namespace, asked)
+    with openai.OpenAI(base_url=url, api_key=token.status.token, max_retries=0) as ci:
+        with pytest.raises(openai.PermissionDeniedError, match="may not create finetunejobs"):
+            ci.files.list()
+        rules = [{"apiGroups": ["windrow.dev"], "resources": ["finetunejobs"], "verbs": ["create"]}]
+        rbac, head = k8s.RbacAuthorizationV1Api(kube), {"metadata": {"name": "ci"}}
+        rbac.create_namespaced_role(cluster.namespace, {**head, "rules": rules})
+        subject = {"kind": "ServiceAccount", "name": "ci", "namespace": cluster.namespace}
+        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "ci"}
+        rbac.create_namespaced_role_binding(
+            cluster.namespace, {**head, "roleRef": role, "subjects": [subject]}
+        )
+        wait_until(lambda: _allowed(ci), "the account may")
+        assert list(ci.files.list()) == list(ci.fine_tuning.jobs.list()) == []
+        with pytest.raises(openai.NotFoundError):
+            ci.files.retrieve(file.id)
+
+
+def _allowed(client):
+    try:
+        client.files.list()
+    except openai.PermissionDeniedError:
+        return False
+    return True

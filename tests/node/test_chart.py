@@ -27,6 +27,8 @@ ALL = (
     *("--set", "networkPolicy.enabled=true", "--set", "metrics.podMonitor=true"),
     *("--set", "metrics.rules=true", "--set", "metrics.dashboards.enabled=true"),
     *("--set", "metrics.runbooks=https://runbooks.example/"),
+    *("--set", "api.enabled=true", "--set", "api.storage.claim=files"),
+    *("--set", "api.keySecrets={keys}", "--set", "api.tlsSecret=api-tls"),
 )
 
 
@@ -100,7 +102,7 @@ def test_on_openshift_no_pod_names_a_user(node):
     seen = ("--api-versions", "security.openshift.io/v1")
     kinds = ("Deployment", "DaemonSet", "Pod")
     found = [o for o in objects(node, *ALL, *seen) if o["kind"] in kinds]
-    assert len(found) == 3
+    assert len(found) == 4
     for body in found:
         spec = body["spec"].get("template", body)["spec"]
         for context in (
@@ -193,6 +195,14 @@ def test_pulling_decodes_own_image_ahead_is_refused_with_what_to_do(node):
     done = render(node, *NATIVE, "--set", "sidecar.native.prePull=true")
     assert done.returncode != 0
     assert "set sidecar.image, or prePull to false" in done.stderr
+
+
+def test_the_endpoint_of_openais_calls_is_off_and_asks_for_one_place(node):
+    assert "windrow-api" not in render(node).stdout
+    for values in ((), ("--set", "api.storage.claim=x", "--set", "api.storage.bucket=s3://a/b")):
+        refused = render(node, "--set", "api.enabled=true", *values)
+        assert refused.returncode != 0
+        assert "api.storage: name a bucket" in refused.stderr
 
 
 def test_the_api_server_takes_every_object_that_the_chart_can_make(node, kube):

@@ -10,6 +10,19 @@ app.kubernetes.io/name: windrow-operator
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{- /* Of the endpoint with OpenAI's calls, which the operator's Service does not select. */ -}}
+{{- define "windrow.apiLabels" -}}
+{{ include "windrow.apiSelector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- define "windrow.apiSelector" -}}
+app.kubernetes.io/name: windrow-api
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
 {{- define "windrow.image" -}}
 {{- $repository := required "image.repository: name the operator's image as you have pushed it; `make images` builds it, and nobody publishes one for you (docs/operations/install.md)" .Values.image.repository -}}
 {{- with .Values.global.imageRegistry }}{{ trimSuffix "/" . }}/{{ end -}}
@@ -53,7 +66,7 @@ values.yaml. Each template includes this first. What a user empties (null) below
 {{- if not (hasKey $values $name) }}
 {{- $_ := set $values $name $default }}
 {{- else if and (kindIs "map" $default) (kindIs "map" (get $values $name)) }}
-{{- if not (has $name (list "resources" "podSecurityContext" "labels" "annotations" "nodeSelector" "affinity")) }}
+{{- if not (has $name (list "resources" "jobTemplate" "podSecurityContext" "labels" "annotations" "nodeSelector" "affinity")) }}
 {{- include "windrow.fill" (list (get $values $name) $default) }}
 {{- end }}
 {{- else if kindIs "invalid" (get $values $name) }}
