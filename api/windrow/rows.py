@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,12 +17,31 @@ ROLES = ("system", "user", "assistant", "tool")
 # The fields of a row that count, by its format.
 READ = {
     "chat": {"messages", "tools", "chat_template_kwargs"},
+    "sharegpt": {"conversations", "system", "tools", "chat_template_kwargs"},
     "instruction": {"instruction", "input", "output"},
     "completion": {"prompt", "completion"},
     "text": {"text"},
 }
 # By which field a row of each format is told.
-MARKS = {"chat": "messages", "instruction": "instruction", "completion": "prompt", "text": "text"}
+MARKS = {
+    "chat": "messages",
+    "sharegpt": "conversations",
+    "instruction": "instruction",
+    "completion": "prompt",
+    "text": "text",
+}
+# Who speaks in rows of ShareGPT, by the roles of a chat.
+_SHAREGPT = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +135,20 @@ class DatasetRow:
     pruned: bool = False  # whether nulls of other rows' keys were left out
 
 
-def row_of(record: DatasetRecord, form: str) -> DatasetRow:
-    """Return a record as a row of the format `chat`, `instruction`, `completion` or `text`.
+def row_of(
+    record: DatasetRecord, form: str, columns: Mapping[str, str] | None = None
+) -> DatasetRow:
+    """Return a record as a row of a format, one of `READ`.
+
+    Args:
+        record: the record.
+        form: the format.
+        columns: by a field of the format, the field of the record that takes its place.
 
     Raises:
         UserError: it is none; `field` is its place.
     """
-    found = record.fields()
+    found = _renamed(record.fields(), columns or {}, record.where)
     fields = {k: without_nulls(v) for k, v in found.items()} if record.of_table else found
     if MARKS[form] not in fields:
         _refuse_other_format(fields, record.where, form)
@@ -132,6 +158,24 @@ def row_of(record: DatasetRecord, form: str) -> DatasetRow:
         fields.get(name) != found.get(name) for name in ("tools", "chat_template_kwargs")
     )
     return replace(row, unread=unread, pruned=pruned) if unread or pruned else row
+
+
+def _renamed(found: Fields, columns: Mapping[str, str], where: str) -> Fields:
+    """Return a record with the fields of its format under the format's names."""
+    if not columns:
+        return found
+    own = {name: column for name, column in columns.items() if column in found}
+    # The mark of a format has to be there; what a row may leave out, a column may.
+    needed = [column for name, column in columns.items() if name in MARKS.values()]
+    if lacking := [column for column in needed if column not in found]:
+        raise bad_row(
+            where,
+            f"has no `{lacking[0]}`, which spec.dataset.columns names",
+            f"Its fields are {', '.join(sorted(found)) or 'none'}.",
+        )
+    taken = {*own.values(), *columns}
+    kept = {name: value for name, value in found.items() if name not in taken}
+    return {**kept, **{name: found[column] for name, column in own.items()}}
 
 
 def _refuse_other_format(fields: Fields, where: str, form: str) -> None:
@@ -154,7 +198,43 @@ def _chat(fields: Fields, where: str) -> DatasetRow:
             "Write {'messages': [{'role': 'user', 'content': ...}, ...]}, or set "
             "spec.dataset.format.",
         )
-    turns = tuple(_turn(turn, f"messages[{i}]", where) for i, turn in enumerate(found))
+    return _conversation(fields, found, "messages", where)
+
+
+def _sharegpt(fields: Fields, where: str) -> DatasetRow:
+    found = fields.get("conversations")
+    if not isinstance(found, list) or not found:
+        raise bad_row(
+            where,
+            "has no `conversations` (a list of turns)",
+            "Write {'conversations': [{'from': 'human', 'value': ...}, ...]}, or set "
+            "spec.dataset.format.",
+        )
+    turns = [_of_sharegpt(turn, f"conversations[{i}]", where) for i, turn in enumerate(found)]
+    system = fields.get("system")
+    if system is not None and not isinstance(system, str):
+        raise bad_row(where, "`system` is not text", "Write text or leave it out.")
+    if system and system.strip():
+        if turns[0]["role"] == "system":
+            raise bad_row(where, "has `system` and a turn of the system", "Keep one of the two.")
+        turns.insert(0, {"role": "system", "content": system})
+    return _conversation(fields, turns, "conversations", where)
+
+
+def _of_sharegpt(turn: Any, name: str, where: str) -> Fields:  # noqa: ANN401 - it came from JSON
+    if not isinstance(turn, dict) or turn.get("from") not in _SHAREGPT:
+        said = repr(turn.get("from"))[:64] if isinstance(turn, dict) else "no object"
+        raise bad_row(
+            where,
+            f"{name}: `from` is {said}",
+            f"Write one of {', '.join(_SHAREGPT)}.",
+        )
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    return {"role": _SHAREGPT[turn["from"]], "content": turn.get("value"), **rest}
+
+
+def _conversation(fields: Fields, found: list[Any], name: str, where: str) -> DatasetRow:
+    turns = tuple(_turn(turn, f"{name}[{i}]", where) for i, turn in enumerate(found))
     if not any(turn["role"] == "assistant" for turn in turns):
         raise bad_row(where, "has no turn of the assistant to learn from", "Add one.")
     if fields.get("functions"):
@@ -265,6 +345,7 @@ def _text(fields: Fields, name: str, where: str, *, blank: bool = False) -> str:
 
 _PARSERS: dict[str, Callable[[Fields, str], DatasetRow]] = {
     "chat": _chat,
+    "sharegpt": _sharegpt,
     "instruction": _instruction,
     "completion": _completion,
     "text": _plain,

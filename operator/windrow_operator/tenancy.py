@@ -144,7 +144,7 @@ def _credentials_refusal(
     if _may_use_pod_credentials(job, policy):
         return ""
     for field, place, secret in (
-        ("dataset.source", spec.dataset.source, spec.dataset.secret_ref),
+        *((field, place, spec.dataset.secret_ref) for field, place in spec.dataset.sources),
         ("output.destination", spec.output.destination, spec.output.secret_ref),
     ):
         if is_bucket(place) and secret is None:
@@ -165,7 +165,7 @@ def _folder_refusal(
     *,
     serves_model: bool,
 ) -> str:
-    named = [("dataset.source", spec.dataset.source)]
+    named = [*spec.dataset.sources]
     if not serves_model:
         named.append(("model.name", spec.model.name))
     for field, place in named:
@@ -183,15 +183,18 @@ def _folder_refusal(
 
 
 def _host_refusal(job: Job, policy: CheckedPolicy, spec: FinetuneJobSpec) -> str:
-    parts = urlsplit(spec.dataset.source)
-    if parts.scheme not in _PORTS:
-        return ""
-    try:
-        port = parts.port or _PORTS[parts.scheme]
-    except ValueError:
-        return f"cannot read spec.dataset.source {spec.dataset.source}: its port is not a number"
-    refusal = network_access(job, policy).host_refusal(parts.hostname or "", port)
-    return f"cannot read spec.dataset.source: {refusal}" if refusal else ""
+    for field, place in spec.dataset.sources:
+        parts = urlsplit(place)
+        if parts.scheme not in _PORTS:
+            continue
+        try:
+            port = parts.port or _PORTS[parts.scheme]
+        except ValueError:
+            return f"cannot read spec.{field} {place}: its port is not a number"
+        refusal = network_access(job, policy).host_refusal(parts.hostname or "", port)
+        if refusal:
+            return f"cannot read spec.{field}: {refusal}"
+    return ""
 
 
 def network_access(job: Job, policy: CheckedPolicy) -> NetworkAccess:

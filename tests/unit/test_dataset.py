@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 from support.vocabularies import letters
 
-from windrow.crd import DatasetSpec
+from windrow.crd import DatasetSpec, parse_job_spec
 from windrow.errors import UserError
 from windrow.rows import DatasetRecord, DatasetRow, row_of
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
@@ -416,3 +416,84 @@ def test_a_weight_that_is_null_counts_as_none(tmp_path):
     answer = {"role": "assistant", "content": "yes", "weight": None}
     row = {"messages": [{"role": "user", "content": "x"}, answer]}
     assert row_of(DatasetRecord("rows.jsonl:1", row), "chat").turns[1]["content"] == "yes"
+
+
+def test_rows_of_sharegpt_are_those_of_a_chat():
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    record = DatasetRecord("r:1", {"conversations": turns, "system": "c"})
+    row = row_of(record, "sharegpt")
+    system = {"role": "system", "content": "c"}
+    chat = row_of(DatasetRecord("r:1", {"messages": [system, *CHAT["messages"]]}), "chat")
+    assert row == chat
+    assert tokenize(row, max_length=100).ids == tokenize(chat, max_length=100).ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"conversations": []}, "has no `conversations`"),
+        ({"messages": []}, "looks like a row of the format chat"),
+        (
+            {"conversations": [{"from": "bot", "value": "a"}]},
+            r"conversations\[0\]: `from` is 'bot'",
+        ),
+        ({"conversations": ["a"]}, "`from` is no object"),
+        ({"conversations": [{"from": "gpt", "value": 1}]}, r"conversations\[0\] has no `content`"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "no turn of the assistant"),
+        (
+            {"conversations": [{"from": "system", "value": "a"}], "system": "b"},
+            "a turn of the system",
+        ),
+    ],
+)
+def test_a_wrong_row_of_sharegpt_says_what_is_wrong(fields, said):
+    with pytest.raises(UserError, match=said) as caught:
+        row_of(DatasetRecord("r:7", fields), "sharegpt")
+    assert caught.value.field == "r:7"
+
+
+def test_fields_of_other_names_are_read_by_columns(tmp_path):
+    rows = [{"question": "a", "answer": "b", "prompt": "ignored"}, {"question": "c"}]
+    columns = {"prompt": "question", "completion": "answer"}
+    row = row_of(DatasetRecord("r:1", rows[0]), "completion", columns)
+    assert (row.prompt, row.answer, row.unread) == ("a", "b", ())
+    with pytest.raises(UserError, match="`completion` is missing"):
+        row_of(DatasetRecord("r:2", rows[1]), "completion", columns)
+    with pytest.raises(UserError, match="has no `question`, which"):
+        row_of(DatasetRecord("r:3", {"answer": "b"}), "completion", columns)
+    (tmp_path / "rows.jsonl").write_text('{"body": "xy"}\n')
+    assert texts(read(tmp_path / "rows.jsonl", columns={"text": "body"})) == ["xy"]
+    for wrong in ({"text": "a"}, {"prompt": "a", "completion": "a"}):
+        with pytest.raises(UserError, match="columns: "):
+            parse_job_spec({**JOB, "dataset": {**JOB["dataset"], "columns": wrong}})
+
+
+JOB = {
+    "model": {"name": "m"},
+    "dataset": {"source": "/rows.jsonl", "format": "completion"},
+    "training": {"epochs": 1},
+    "output": {"destination": "/out"},
+}
+
+
+def test_rows_to_evaluate_on_come_from_evalsource_and_all_others_are_trained_on(tmp_path):
+    source, held_out = tmp_path / "rows.jsonl", tmp_path / "eval.jsonl"
+    source.write_text('{"text": "a"}\n{"text": "b"}\n')
+    held_out.write_text('{"text": "c"}\n')
+    found = read(source, eval_source=str(held_out))
+    assert texts(found) == ["a", "b"]
+    assert ["".join(map(chr, e.ids[:-1])) for e in found.held_out] == ["c"]
+    assert found.digest != read(source).digest
+    with pytest.raises(UserError, match=r"gone\.jsonl") as caught:
+        read(source, eval_source=str(tmp_path / "gone.jsonl"))
+    assert caught.value.field == "spec.dataset.evalSource"
+    held_out.write_text("\n")
+    with pytest.raises(UserError, match="nothing to evaluate on: it holds no row"):
+        read(source, eval_source=str(held_out))
+    held_out.write_text('{"text": 5}\n')
+    with pytest.raises(UserError, match="is not text") as caught:
+        read(source, eval_source=str(held_out))
+    assert caught.value.field == f"{held_out}:1"
+    training = {"epochs": 1, "evalEverySteps": 5}
+    dataset = {**JOB["dataset"], "evalFraction": 0, "evalSource": "/eval.jsonl"}
+    assert parse_job_spec({**JOB, "training": training, "dataset": dataset}).dataset.evaluates

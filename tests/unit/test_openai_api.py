@@ -226,7 +226,7 @@ def test_another_key_sees_neither_files_nor_jobs_nor_models(held, endpoint, blue
         (ROWS + b"not json\n", "rows.jsonl:41: is not JSON"),
         (b'\n{"messages": []}\n', "rows.jsonl:2: has no `messages`"),
         (ROWS + b'{"prompt": "a", "completion": "b"}', "rows.jsonl:41: is a row of the format"),
-        (b'{"question": "a"}\n', "rows.jsonl:1: has no `messages`, `prompt`"),
+        (b'{"question": "a"}\n', "rows.jsonl:1: has no `messages`, `conv"),
         (b'{"messages": [{"role": "user", "content": "\xff"}]}\n', "rows.jsonl:1: is not UTF-8"),
         (b"[1]\n", "rows.jsonl:1: is not a JSON object"),
         (b"\n \n", "rows.jsonl: holds no row"),
@@ -341,6 +341,25 @@ def test_a_wrong_request_is_refused_by_field_and_makes_nothing(held, blue, asked
     assert (error["param"], status in (400, 404)) == (param, True)
     assert said in error["message"]
     assert not [path for path in held.objects if "/finetunejobs/" in path]
+
+
+def test_rows_to_evaluate_on_are_read_from_a_file_of_their_own(held, blue):
+    training, validation = upload(blue), upload(blue)
+    job = blue.fine_tuning.jobs.create(
+        model=MODEL, training_file=training.id, validation_file=validation.id
+    )
+    assert job.validation_file == validation.id
+    dataset = held.job("blue", job.id.removeprefix("ftjob-"))["spec"]["dataset"]
+    assert dataset["evalSource"].endswith(f"{validation.id}/rows.jsonl")
+    assert refusal(blue.files.delete, validation.id)[1]["code"] == "file_in_use"
+    other = upload(blue, b'{"text": "a"}\n')
+    status, error = refusal(
+        blue.fine_tuning.jobs.create,
+        model=MODEL,
+        training_file=training.id,
+        validation_file=other.id,
+    )
+    assert (status, error["param"]) == (400, "validation_file")
 
 
 def test_a_suffix_that_is_taken_is_refused(held, blue):

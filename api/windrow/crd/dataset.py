@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
 from windrow.crd.texts import Name, Source, Text, takes_credentials
-from windrow.crd.values import Record, cel, invalid
+from windrow.crd.values import NAME_MAX, Record, cel, invalid
 from windrow.redaction import redacted
+from windrow.rows import READ
 
 
 class SecretRef(Record):
@@ -20,6 +21,9 @@ class SecretRef(Record):
     )
 
 
+Column = Annotated[str, Field(min_length=1, max_length=NAME_MAX)]
+
+
 class DatasetSpec(Record):
     """The rows to train on."""
 
@@ -28,7 +32,9 @@ class DatasetSpec(Record):
             "x-kubernetes-validations": [
                 cel(
                     "!has(self.secretRef) || self.source.matches('^(s3|hf)://') || "
-                    "self.source.matches('^[a-zA-Z0-9_.-]+/[a-zA-Z0-9_.-]+$')",
+                    "self.source.matches('^[a-zA-Z0-9_.-]+/[a-zA-Z0-9_.-]+$') || "
+                    "(has(self.evalSource) && (self.evalSource.matches('^(s3|hf)://') || "
+                    "self.evalSource.matches('^[a-zA-Z0-9_.-]+/[a-zA-Z0-9_.-]+$')))",
                     "secretRef has a use for s3:// and the Hub only",
                 )
             ]
@@ -40,11 +46,18 @@ class DatasetSpec(Record):
         "their suffix. A path, s3://bucket/key, http(s)://..., or the name of a dataset on the Hub "
         "(owner/name, hf://datasets/owner/name@revision/folder)."
     )
-    format: Literal["chat", "instruction", "completion", "text"] = Field(
+    format: Literal["chat", "sharegpt", "instruction", "completion", "text"] = Field(
         default="chat",
-        description="chat: rows with `messages`; instruction: rows with `instruction`, optional "
+        description="chat: rows with `messages`; sharegpt: rows with `conversations` of turns with "
+        "`from` and `value`; instruction: rows with `instruction`, optional "
         "`input`, and `output` (alpaca); completion: rows with `prompt` and `completion`; text: "
         "rows with `text`.",
+    )
+    columns: dict[str, Column] = Field(
+        default_factory=dict,
+        max_length=8,
+        description="Rows with other names: by a field of the format, the rows' own field that "
+        "takes its place, like `{prompt: question, completion: answer}`.",
     )
     split: Text = Field(
         default="train",
@@ -61,17 +74,47 @@ class DatasetSpec(Record):
         ge=0,
         le=0.5,
         description="Share of the rows that is held out and on which the adapter is compared with "
-        "the base model.",
+        "the base model. Of no effect where evalSource is set.",
+    )
+    eval_source: Source | None = Field(
+        default=None,
+        description="Rows to compare the adapter with the base model on, in place of held-out "
+        "ones: a place as in source, rows of the same format. All rows of source are trained on.",
     )
     secret_ref: SecretRef | None = Field(
         default=None,
-        description="Credentials for the source: s3://, or the Hub. Default: what the sidecar's "
+        description="Credentials for the sources: s3://, or the Hub. Default: what the sidecar's "
         "own environment gives.",
     )
 
+    @property
+    def sources(self) -> tuple[tuple[str, str], ...]:
+        """Return the places of rows, each after the name of its field below `spec`."""
+        named = (("dataset.source", self.source), ("dataset.evalSource", self.eval_source))
+        return tuple((field, place) for field, place in named if place is not None)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are rows to evaluate on."""
+        return self.eval_source is not None or self.eval_fraction > 0
+
+    @model_validator(mode="after")
+    def _columns_of_the_format(self) -> Self:
+        unknown = sorted(self.columns.keys() - READ[self.format])
+        if unknown:
+            raise invalid(
+                f"columns: {unknown[0]!r} is not a field of the format {self.format}",
+                f"Write one of {', '.join(sorted(READ[self.format]))}, then your own field.",
+            )
+        own = list(self.columns.values())
+        if twice := [column for column in own if own.count(column) > 1]:
+            raise invalid(f"columns: {twice[0]!r} stands for two fields", "Keep one of the two.")
+        return self
+
     @model_validator(mode="after")
     def _secret_has_a_use(self) -> Self:
-        if self.secret_ref is not None and not takes_credentials(self.source):
+        used = any(takes_credentials(place) for _, place in self.sources)
+        if self.secret_ref is not None and not used:
             raise invalid(
                 f"secretRef has no use: {redacted(self.source)!r} takes no credentials",
                 "Leave it out, or read from s3:// or the Hub.",

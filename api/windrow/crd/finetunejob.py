@@ -225,10 +225,10 @@ class FinetuneJobSpec(Record):
 
     @model_validator(mode="after")
     def _rows_to_evaluate_on(self) -> Self:
-        if self.training.eval_every_steps is not None and not self.dataset.eval_fraction:
+        if self.training.eval_every_steps is not None and not self.dataset.evaluates:
             raise invalid(
                 "training.evalEverySteps has no rows to evaluate on",
-                "Set dataset.evalFraction above 0.",
+                "Set dataset.evalFraction above 0, or name rows in dataset.evalSource.",
             )
         return self
 

@@ -88,6 +88,8 @@ def manifest_of(
         },
         "output": {"destination": store.url(f"{key.folder}/adapters/{name}-{tag}")},
     }
+    if "validation" in sources:
+        own["dataset"]["evalSource"] = sources["validation"]
     return {
         "apiVersion": API_VERSION,
         "kind": FINETUNE_JOB.kind,

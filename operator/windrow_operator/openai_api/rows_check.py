@@ -64,7 +64,7 @@ class RowsCheck:
         if not form:
             raise bad_row(
                 where,
-                "has no `messages`, `prompt`, `instruction` or `text`",
+                "has no `messages`, `conversations`, `prompt`, `instruction` or `text`",
                 'Write rows like {"messages": [{"role": "user", "content": "..."}, '
                 '{"role": "assistant", "content": "..."}]}.',
             )

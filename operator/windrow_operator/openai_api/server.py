@@ -276,12 +276,14 @@ class OpenAIServer:
         training = await self._files.get(key, asked.training_file, "training_file")
         sources = {"training": self._url_of(key, training.id)}
         if asked.validation_file:
-            raise invalid(
-                "validation_file",
-                "is not read by this version",
-                "Leave it out.",
-                code="unsupported_parameter",
-            )
+            rows = await self._files.get(key, asked.validation_file, "validation_file")
+            if rows.form != training.form:
+                raise invalid(
+                    "validation_file",
+                    f"has rows of the format {rows.form}, and training_file of {training.form}",
+                    "Upload rows of the same format.",
+                )
+            sources["validation"] = self._url_of(key, rows.id)
         model = await self._parts.catalogue.resolve(key.namespace, asked.model)
         active = [b for b in await self._jobs_of(key) if not jobs.is_over(jobs.status_of(b))]
         if len(active) >= _MOST_ACTIVE_JOBS:

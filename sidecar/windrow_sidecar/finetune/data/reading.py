@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +96,7 @@ def read_dataset(
     credentials: Credentials | None = None,
     access: SourceAccess = UNCONFINED,
 ) -> DataSplit:
-    """Read, check and tokenize all rows; hold out some by the seed.
+    """Read, check and tokenize all rows; hold out some by the seed, or those of `evalSource`.
 
     `alive` is called at each row, since a large set may take hours. `into`: where they are put.
     `credentials`: for the place where they are. `access`: what may be read.
@@ -105,42 +106,101 @@ def read_dataset(
             row is longer than the model allows, or there are too few rows.
         Transient: the place does not answer.
     """
-    wrong, stored = _WrongRows(skip=spec.bad_rows == "skip"), TokenFile() if into is None else into
-    notes: list[str] = []
-    unread: Counter[str] = Counter()
-    for file in find_files(spec.source, spec.split, notes.append, credentials, access):
-        holds_any = False
-        for record in read_records(file):
-            alive()
-            holds_any = True
-            try:
-                row = row_of(record, spec.format)
-                example = tokenizer.example(row)
-            except UserError as error:
-                wrong.add(error)
-                continue
-            _check_fits(example, limits)
-            stored.add(example)
-            unread.update(row.unread)
-        if not holds_any:
-            notes.append(f"{file.name} holds no row")
-    wrong.settle()
-    notes += [*wrong.notes(), *tokenizer.notes(), *_of_unread(unread, spec.format)]
+    stored = TokenFile() if into is None else into
+    rows = _Rows(spec, tokenizer, limits, stored, alive, credentials, access)
+    rows.read(spec.source)
+    trained = len(stored)
+    if not trained:
+        rows.wrong.settle()
+        raise _empty("source", redacted(spec.source), rows.wrong.count, rows.wrong.first)
+    if spec.eval_source is not None:
+        wrong_before = rows.wrong.count
+        with _about_evaluation():
+            rows.read(spec.eval_source)
+        if len(stored) == trained:
+            rows.wrong.settle()
+            wrong = rows.wrong.count - wrong_before
+            raise _empty("evalSource", redacted(spec.eval_source), wrong, rows.wrong.first)
+    rows.wrong.settle()
+    if spec.eval_source is None:
+        held = held_out_rows(trained, eval_fraction=spec.eval_fraction, seed=seed)
+    else:
+        held = frozenset(range(trained, len(stored)))
+    notes = (*rows.notes, *rows.wrong.notes(), *tokenizer.notes())
+    notes = (*notes, *_of_unread(rows.unread, spec.format))
     for note in notes:
         log.warning("%s", note)
-    if not len(stored):
-        raise _empty(redacted(spec.source), wrong)
-    held = held_out_rows(len(stored), eval_fraction=spec.eval_fraction, seed=seed)
     kept = [row for row in range(len(stored)) if row not in held]
+    # Where evaluation rows begin is not in their tokens.
+    digest = stored.digest if spec.eval_source is None else f"{stored.digest}/{trained}"
     return DataSplit(
         StoredRows(stored, kept),
         StoredRows(stored, sorted(held)),
-        wrong.count,
+        rows.wrong.count,
         tokenizer.cut,
-        tuple(notes),
-        stored.digest,
+        notes,
+        digest,
         tokenizer.unlike_before,
     )
+
+
+class _Rows:
+    """Rows on their way from their places to a file of tokens.
+
+    Args: as those of `read_dataset`.
+    """
+
+    def __init__(
+        self,
+        spec: DatasetSpec,
+        tokenizer: RowTokenizer,
+        limits: ModelLimits,
+        stored: TokenFile,
+        alive: Callable[[], None],
+        credentials: Credentials | None,
+        access: SourceAccess,
+    ) -> None:
+        self._spec, self._tokenizer, self._limits, self._stored = spec, tokenizer, limits, stored
+        self._alive, self._credentials, self._access = alive, credentials, access
+        self.wrong = _WrongRows(skip=spec.bad_rows == "skip")
+        self.notes: list[str] = []
+        self.unread: Counter[str] = Counter()
+
+    def read(self, source: str) -> None:
+        """Read, check, tokenize and store the rows of one place."""
+        spec, note = self._spec, self.notes.append
+        for file in find_files(source, spec.split, note, self._credentials, self._access):
+            holds_any = False
+            for record in read_records(file):
+                self._alive()
+                holds_any = True
+                try:
+                    row = row_of(record, spec.format, spec.columns)
+                    example = self._tokenizer.example(row)
+                except UserError as error:
+                    self.wrong.add(error)
+                    continue
+                _check_fits(example, self._limits)
+                self._stored.add(example)
+                self.unread.update(row.unread)
+            if not holds_any:
+                note(f"{file.name} holds no row")
+
+
+@contextmanager
+def _about_evaluation() -> Iterator[None]:
+    """Hold while rows to evaluate on are read: what is wrong with their place names its field."""
+    try:
+        yield
+    except UserError as error:
+        if error.field != "spec.dataset.source":
+            raise
+        raise UserError(
+            error.problem,
+            field="spec.dataset.evalSource",
+            remedy=error.remedy,
+            reason=error.reason,
+        ) from error
 
 
 def _of_unread(rows: Counter[str], form: str) -> Iterator[str]:
@@ -184,13 +244,13 @@ def _too_long(example: Example, positions: int, prefix: int) -> UserError:
     )
 
 
-def _empty(source: str, wrong: _WrongRows) -> UserError:
+def _empty(field: str, source: str, wrong: int, first: str) -> UserError:
     why = "it holds no row"
-    if wrong.count:
-        why = f"all of its {wrong.count} rows are wrong (first {wrong.first})"
+    if wrong:
+        why = f"all of its {wrong} rows are wrong (first {first})"
     return UserError(
-        f"{source} has nothing to train on: {why}",
-        field="spec.dataset.source",
+        f"{source} has nothing to {'train' if field == 'source' else 'evaluate'} on: {why}",
+        field=f"spec.dataset.{field}",
         remedy="Write one JSON object a line.",
         reason=Reason.DATASET_EMPTY,
     )

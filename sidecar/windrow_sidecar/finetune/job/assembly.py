@@ -290,7 +290,7 @@ def open_session(
 def _template_of(job: JobSpec, base: BaseModel) -> str:
     """Return a digest of the chat template that the job's rows are rendered with; "": none."""
     template = getattr(base.tokenizer, "chat_template", None)
-    if job.spec.dataset.format != "chat" or not template:
+    if job.spec.dataset.format not in ("chat", "sharegpt") or not template:
         return ""
     return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
 

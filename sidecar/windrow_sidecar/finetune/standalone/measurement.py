@@ -81,7 +81,7 @@ def endless(spec: FinetuneJobSpec) -> FinetuneJobSpec:
     return spec.model_copy(
         update={
             "training": spec.training.model_copy(update={"epochs": None, "max_steps": 10**8}),
-            "dataset": spec.dataset.model_copy(update={"eval_fraction": 0.0}),
+            "dataset": spec.dataset.model_copy(update={"eval_fraction": 0.0, "eval_source": None}),
         }
     )
 
