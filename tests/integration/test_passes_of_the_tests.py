@@ -132,5 +132,17 @@ def test_what_has_a_mark_lies_where_its_passes_look(tool, mark):
     assert all(path.exists() for path in looked)
 
 
+@pytest.mark.parametrize(
+    ("flags", "left_out"),
+    [("sse4_2 avx2 fma", True), ("avx2 avx512f avx512_bf16", False), ("sse4_2", False)],
+)
+def test_equality_on_avx2_kernels_is_tried_where_torch_has_better_ones(
+    tool, monkeypatch, flags, left_out
+):
+    monkeypatch.setattr(Path, "read_text", lambda _: f"flags : fpu {flags}\n")
+    left = {this.name for this in tool.PASSES["test"] if this.repeats()}
+    assert left == ({"equality, AVX2 kernels"} if left_out else set())
+
+
 def test_the_core_contracts_are_there(tool):
     assert all(map(Path.exists, map(ROOT.joinpath, tool.CORE)))
