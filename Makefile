@@ -117,7 +117,7 @@ e2e: setup
 	$(PY) tools/run_tests.py e2e
 
 test-sglang: sglang
-	SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(if $(SGLANG_VERSION),WINDROW_SGLANG_UNTESTED=1) $(PY) -m pytest $(if $(strip $(ARGS)),$(ARGS),-m sglang tests/sglang tests/integration/test_adapters_in_sglang.py)
+	SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(if $(SGLANG_VERSION),WINDROW_SGLANG_UNTESTED=1) $(PY) $(if $(strip $(ARGS)),-m pytest $(ARGS),tools/run_tests.py sglang)
 
 # Everything of the node ends with the command.
 node: setup

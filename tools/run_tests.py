@@ -54,6 +54,7 @@ PAIRED = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 # each module of tests/contract imports torch and what it compares with.
 ALONE_LIES = ("tests/e2e", "tests/gpu", "tests/integration")
 PAIRED_LIES = ("tests/e2e", "tests/integration", "tests/shim")
+SGLANG_LIES = ("tests/sglang", "tests/integration/test_adapters_in_sglang.py")
 QUANTIZED_LIES = ("tests/contract/test_training_options.py",)
 EQUALITY_LIES = (
     "tests/contract/test_finetune_equals_peft.py",
@@ -105,6 +106,11 @@ PASSES = {
             {"ATEN_CPU_CAPABILITY": "avx2"},
             repeats=avx2_is_the_best,
         ),
+    ),
+    # A server's start is one process that imports; what trains beside one has the machine for itself.
+    "sglang": (
+        Pass("two at a time", ("-m", "sglang and not alone", *SGLANG_LIES, *PAIRED)),
+        Pass("alone", ("-m", "sglang and alone", *SGLANG_LIES)),
     ),
     # What breaks: each fault on a cluster of processes, those of minutes included.
     "e2e": (Pass("faults", ("tests/e2e/faults",)),),

@@ -130,7 +130,7 @@ def train(cluster, pod, adapter: Path) -> str:
     cluster.policy(access={"namespaceSelector": own, "adapters": True})
     sidecar = cluster.attach(pod, model=str(MODEL), outputs=(str(adapter.parent),))
     sidecar.beat()
-    output = {"destination": str(adapter.parent), "deploy": {"enabled": True, "pinned": True}}
+    output = {"destination": str(adapter), "deploy": {"enabled": True, "pinned": True}}
     cluster.job(model={"name": str(MODEL)}, output=output)
     assigned = sidecar.next("assign")
     sidecar.report(assigned, "STARTED")
