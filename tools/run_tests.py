@@ -107,7 +107,7 @@ PASSES = {
             repeats=avx2_is_the_best,
         ),
     ),
-    # A server's start is one process that imports; what trains beside one has the machine for itself.
+    # A server's start is one process that imports; what trains beside one runs alone.
     "sglang": (
         Pass("two at a time", ("-m", "sglang and not alone", *SGLANG_LIES, *PAIRED)),
         Pass("alone", ("-m", "sglang and alone", *SGLANG_LIES)),
