@@ -30,14 +30,15 @@ from benchmarks.light.arms import FixedShare, Gaps, Granting
 from benchmarks.light.load import FixedLoad, Surge, run_load
 from windrow.rundir import ENV_RUN_DIR
 from windrow_sidecar.engines.builtin import profiling
-from windrow_sidecar.engines.builtin.device import EngineDevice, open_device
+from windrow_sidecar.engines.builtin.device import open_device
 from windrow_sidecar.engines.builtin.llama.config import read_config
 from windrow_sidecar.engines.builtin.llama.weights import plan_layout
-from windrow_sidecar.engines.builtin.loading import load, make_arena
+from windrow_sidecar.engines.builtin.loading import dtype_of, load, make_arena
 from windrow_sidecar.engines.builtin.loop import LoopParts
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.step.static_step import StaticDecode
 from windrow_sidecar.engines.builtin.threads import Threads
+from windrow_sidecar.engines.device import EngineDevice
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
 from windrow_sidecar.engines.hook import NullHook, StepHook, StepInput
@@ -93,8 +94,9 @@ class Engine:
             profiling.settle_threads(self.parts, threads, batch=options.max_batch, context=256)
         self.arena.serve(str(self.settings.run_dir.arena_socket()))
         self.ready_s = time.monotonic() - began_s
-        self.weight_bytes = plan_layout(config, self.device.dtype).n_bytes
-        self.kv_token_bytes = 2 * config.layers * config.kv_width * self.device.dtype.itemsize
+        dtype = dtype_of(self.settings)
+        self.weight_bytes = plan_layout(config, dtype).n_bytes
+        self.kv_token_bytes = 2 * config.layers * config.kv_width * dtype.itemsize
 
     def facts(self) -> dict[str, Any]:
         """Return what the device is, and what starting took."""

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from windrow_sidecar._core import Arena, Geometry
-from windrow_sidecar.engines.sglang.chunks import ChunkHoldings
+from windrow_sidecar.engines.chunks import ChunkHoldings
 
 CHUNKS, PAGES, OWNER = 8, 4, 3
 N_PAGES = CHUNKS * PAGES - 3  # ids 1 to 29: the last chunk is not whole

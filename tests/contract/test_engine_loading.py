@@ -17,11 +17,12 @@ from windrow.errors import UserError
 from windrow.rundir import ENV_RUN_DIR
 from windrow_sidecar._core import Arena
 from windrow_sidecar.engines.builtin import profiling
-from windrow_sidecar.engines.builtin.device import EngineDevice, open_device, require_room
+from windrow_sidecar.engines.builtin.device import open_device
 from windrow_sidecar.engines.builtin.llama.config import read_config
 from windrow_sidecar.engines.builtin.loading import load, make_arena
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads
+from windrow_sidecar.engines.device import EngineDevice, require_room
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.finetune.model.loading import ExportedWeights, load_base, read_manifest
 from windrow_sidecar.testing.models import save_byte_tokenizer, save_random_llama

@@ -3,49 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Protocol
 
 from windrow.proto import agent_pb2
 from windrow.rundir import PROTOCOL_VERSION, RunDir
 from windrow_sidecar._core import Arena, driver
-from windrow_sidecar.compute.sharing import Sharing
+from windrow_sidecar.engines.device import EngineDevice
 from windrow_sidecar.engines.profile import Subject
-
-
-class SharedDevice(Protocol):
-    """The device that decode runs on, and the shares of it that a worker may have."""
-
-    @property
-    def driver(self) -> str:
-        """Driver of the arena: "host", "cuda:0"."""
-        ...
-
-    @property
-    def units(self) -> int:
-        """Cores or SMs."""
-        ...
-
-    @property
-    def finetune_levels(self) -> Sequence[int]:
-        """Units that a worker can be given."""
-        ...
-
-    @property
-    def cores(self) -> Sequence[int]:
-        """Cores of the machine that are the device; none on a GPU."""
-        ...
-
-    @property
-    def sharing(self) -> Sharing | None:
-        """Way in which two processes share a GPU; None on the host."""
-        ...
 
 
 def engine_hello(
     subject: Subject,
     arena: Arena,
-    device: SharedDevice,
+    device: EngineDevice,
     run_dir: RunDir,
     *,
     model: str,

@@ -6,38 +6,20 @@ Fails closed: whatever goes wrong here is logged, nothing is lent, and decode se
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from windrow.eventlog import EventLog, MarkEvent
 from windrow.rundir import RunDir
 from windrow_sidecar._core import Arena
-from windrow_sidecar.engines.builtin.device import EngineDevice
 from windrow_sidecar.engines.builtin.settings import EngineSettings
-from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook, HarvestSettings
-from windrow_sidecar.engines.harvest.link import Profile
+from windrow_sidecar.engines.device import EngineDevice
+from windrow_sidecar.engines.harvest import HarvestSettings
 from windrow_sidecar.engines.hello import engine_hello
-from windrow_sidecar.engines.hook import FailClosed
+from windrow_sidecar.engines.opening import RunningHarvest, open_harvest
 from windrow_sidecar.engines.profile import Subject
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Harvesting:
-    """The hook of the decode loop, and the link that tells it what the agent says."""
-
-    hook: FailClosed
-    link: EngineAgentLink
-
-    def close(self) -> None:
-        """Hang up, then revoke what is granted."""
-        self.link.close()
-        self.hook.close()
 
 
 def start(
@@ -49,7 +31,7 @@ def start(
     subject: Subject,
     profile: Mapping[str, Any] | None,
     log: EventLog | None,
-) -> Harvesting:
+) -> RunningHarvest:
     """Build hook and link, and open the arena to the worker. Whatever it raises: serve alone."""
     harvest = HarvestSettings(
         max_batch=settings.max_running,
@@ -60,25 +42,25 @@ def start(
     )
     if harvest.without:
         _mark(log, "unprotected", ", ".join(sorted(harvest.without)))
-    inner = HarvestHook(arena, device.splits, profile, harvest, log=log)
-    hook = FailClosed(inner, on_failure=lambda reason: _mark(log, "harvest-off", reason))
-    arena.serve(str(run_dir.arena_socket()))
-    link = EngineAgentLink(
-        run_dir.agent_socket,
-        engine_hello(
-            subject,
-            arena,
-            device,
-            run_dir,
-            model=str(settings.model_path),
-            endpoint=f"http://{settings.host}:{settings.port}",
-        ),
-        inner,
-        Profile(subject.key, json.dumps(profile)) if profile else None,
+    hello = engine_hello(
+        subject,
+        arena,
+        device,
+        run_dir,
+        model=str(settings.model_path),
+        endpoint=f"http://{settings.host}:{settings.port}",
     )
-    with device.background_threads():
-        link.start()
-    return Harvesting(hook, link)
+    return open_harvest(
+        device,
+        arena,
+        subject,
+        hello,
+        run_dir,
+        harvest,
+        profile=profile,
+        log=log,
+        on_failure=lambda reason: _mark(log, "harvest-off", reason),
+    )
 
 
 def write_profile(run_dir: RunDir, profile: Mapping[str, Any]) -> None:

@@ -13,7 +13,6 @@ from windrow.errors import UserError
 from windrow.eventlog import EventLog
 from windrow.rundir import RunDir
 from windrow_sidecar._core import Arena, Geometry, GeometryError, SharedWeights
-from windrow_sidecar.engines.builtin.device import EngineDevice, require_room
 from windrow_sidecar.engines.builtin.kv.kvcache import KvCache
 from windrow_sidecar.engines.builtin.kv.kvplaces import KvPlaces
 from windrow_sidecar.engines.builtin.kv.paging import PagePool
@@ -34,6 +33,7 @@ from windrow_sidecar.engines.builtin.step.decoder import Decoder
 from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
 from windrow_sidecar.engines.builtin.step.paged_attention import PagedAttention, TorchPagedAttention
 from windrow_sidecar.engines.builtin.step.static_step import StaticDecode
+from windrow_sidecar.engines.device import EngineDevice, require_room
 from windrow_sidecar.engines.hook import FailClosed, NullHook
 from windrow_sidecar.engines.weight_files import SERVED_FIELD, unread_note
 from windrow_sidecar.memory.geometry import KvShape, geometry_for
@@ -43,9 +43,15 @@ _log = logging.getLogger(__name__)
 _EXPORTED_WEIGHTS = "weights"  # the name under which the worker asks the arena for them
 
 
+def dtype_of(settings: EngineSettings) -> torch.dtype:
+    """Return the type of weights and KV."""
+    found: torch.dtype = getattr(torch, settings.dtype)
+    return found
+
+
 def make_arena(settings: EngineSettings, config: LlamaConfig, device: EngineDevice) -> Arena:
     """Make the arena for the model's KV; raises UserError for sizes that do not fit."""
-    dtype = device.dtype
+    dtype = dtype_of(settings)
     shape = KvShape(config.layers, config.kv_heads, config.head_dim, dtype_bytes=dtype.itemsize)
     plain = geometry_for(shape, block_bytes=settings.block_bytes, arena_bytes=settings.arena_bytes)
     geometry = Geometry(
@@ -92,7 +98,8 @@ def load(
         UserError: weights that cannot be read, or kernels that this machine cannot run.
     """
     device.partition.activate(device.units)
-    layout = plan_layout(config, device.dtype)
+    dtype = dtype_of(settings)
+    layout = plan_layout(config, dtype)
     shared = SharedWeights.create(layout.n_bytes, driver=device.driver)
     storage = from_dlpack(shared.tensor())
     _fill(settings.model_path, settings.random_weights, layout, storage)
@@ -102,7 +109,7 @@ def load(
     if settings.run_dir is not None:
         export_weights(arena, shared, layout, settings.run_dir, fingerprint)
     cache = KvCache(
-        from_dlpack(arena.tensor(0, arena.geometry.arena_bytes)).view(device.dtype),
+        from_dlpack(arena.tensor(0, arena.geometry.arena_bytes)).view(dtype),
         config,
         KvPlaces.of(arena),
         page_size=settings.page_size,

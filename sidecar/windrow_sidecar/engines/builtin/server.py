@@ -23,10 +23,9 @@ from windrow.wheel import installed_version
 from windrow_sidecar._core import Arena, LiveTensorsError
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.engines.builtin import profiling
-from windrow_sidecar.engines.builtin.device import EngineDevice, open_device
+from windrow_sidecar.engines.builtin.device import open_device
 from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
-from windrow_sidecar.engines.builtin.loading import load, make_arena
-from windrow_sidecar.engines.builtin.logflush import LogFlusher
+from windrow_sidecar.engines.builtin.loading import dtype_of, load, make_arena
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, LoopParts
 from windrow_sidecar.engines.builtin.profiler import Bounds, Profiler, ProfileStore
 from windrow_sidecar.engines.builtin.settings import EngineSettings
@@ -36,12 +35,14 @@ from windrow_sidecar.engines.builtin.web.frontprocess import FrontProcess
 from windrow_sidecar.engines.builtin.web.messages import EngineReady
 from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
 from windrow_sidecar.engines.claim import SlotClaim, claim_slot
+from windrow_sidecar.engines.device import EngineDevice
 from windrow_sidecar.engines.fingerprint import model_fingerprint
+from windrow_sidecar.engines.logflush import LogFlusher
 from windrow_sidecar.engines.profile import Subject
 from windrow_sidecar.heap import settle_heap
 
 if TYPE_CHECKING:
-    from windrow_sidecar.engines.builtin.harvesting import Harvesting
+    from windrow_sidecar.engines.opening import RunningHarvest
 
 _log = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ def _start_harvesting(
     max_context: int,
     config: LlamaConfig,
     log: EventLog | None,
-) -> Harvesting | None:
+) -> RunningHarvest | None:
     """Return the harvesting side; None, with the reason in the log, where it does not start."""
     assert settings.run_dir is not None
     try:
@@ -253,7 +254,7 @@ def _take_profile(
     if not settings.profile_only and (stored := profiler.read_back()) is not None:
         return stored
     if settings.profile == "roofline":
-        return profiler.prior(config, str(device.torch_device), device.dtype)
+        return profiler.prior(config, str(device.torch_device), dtype_of(settings))
     return profiler.take(settings.profile, config)
 
 

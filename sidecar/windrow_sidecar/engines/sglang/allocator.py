@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from windrow_sidecar._core import Arena, Error
-from windrow_sidecar.engines.sglang.chunks import ChunkHoldings
+from windrow_sidecar.engines.chunks import ChunkHoldings
 from windrow_sidecar.engines.sglang.pool import buffers_of
 
 Fence = Callable[[], Callable[[int], bool]]

@@ -5,11 +5,9 @@ Called once, after SGLang has made its scheduler and before a worker can attach.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,20 +20,18 @@ from windrow.eventlog import EventLog
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, RunDir, stored_profiles
 from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.cuda import CudaPartition
-from windrow_sidecar.compute.host import HostPartition
-from windrow_sidecar.compute.partition import Partition
-from windrow_sidecar.compute.sharing import GpuCapabilities, Sharing, choose_sharing
-from windrow_sidecar.engines.builtin.logflush import LogFlusher
-from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook, HarvestSettings
-from windrow_sidecar.engines.harvest.link import Profile
+from windrow_sidecar.compute.sharing import GpuCapabilities, choose_sharing
+from windrow_sidecar.engines.device import EngineDevice, open_cores, open_gpu
+from windrow_sidecar.engines.harvest import HarvestSettings
 from windrow_sidecar.engines.hello import engine_hello
-from windrow_sidecar.engines.hook import FailClosed
-from windrow_sidecar.engines.profile import Subject, host_splits
+from windrow_sidecar.engines.logflush import LogFlusher
+from windrow_sidecar.engines.opening import open_harvest
+from windrow_sidecar.engines.profile import Subject
 from windrow_sidecar.engines.sglang.graphs import GraphShares, disjoint_levels
 from windrow_sidecar.engines.sglang.harvesting import HarvestParts, SchedulerHarvest
 from windrow_sidecar.engines.sglang.learning import KeptProfile, SoloLearner
 from windrow_sidecar.engines.sglang.weights import SharedModel
-from windrow_sidecar.qos.levels import Partitioning, whole_levels
+from windrow_sidecar.qos.levels import whole_levels
 
 _log = logging.getLogger(__name__)
 
@@ -53,26 +49,7 @@ class Opened:
     shares: GraphShares | None  # of a GPU's decode, where it is to be confined
 
 
-@dataclass(frozen=True, slots=True)
-class _Ground:
-    """The device as decode shares it."""
-
-    partition: Partition
-    splits: Partitioning
-    finetune_levels: tuple[int, ...]
-    label: str
-    driver: str
-    background_threads: Callable[[], AbstractContextManager[None]]
-    sharing: Sharing | None = None  # of a GPU
-    cores: tuple[int, ...] = ()  # of a host
-
-    @property
-    def units(self) -> int:
-        """Cores or SMs."""
-        return self.splits.units
-
-
-def open_harvest(
+def harvest_scheduler(
     opened: Opened,
     run_dir: RunDir,
     environment: Mapping[str, str],
@@ -85,10 +62,10 @@ def open_harvest(
     """
     _probe(opened.scheduler, opened.allocator)
     arena, args, weights = opened.arena, opened.args, opened.weights
-    ground = _ground(arena.driver, opened.shares)
+    device = _device(arena.driver, opened.shares)
     subject = Subject(
-        device=ground.label,
-        driver=ground.driver.partition(":")[0],
+        device=device.label,
+        driver=device.driver.partition(":")[0],
         engine="sglang",
         engine_version=version("sglang"),
         model_fingerprint=opened.fingerprint,
@@ -101,30 +78,44 @@ def open_harvest(
     log = EventLog(Path(log_dir) / f"{source}.events.jsonl", source=source) if log_dir else None
     # On a GPU with overlap scheduling the step before still runs when the next one is launched: to
     # launch that later would leave no turn to the worker.
-    gaps = ground.driver == "host" or bool(args.disable_overlap_schedule)
-    settings = HarvestSettings(
-        max_batch=opened.scheduler.max_running_requests,
-        gaps=gaps,
-        layers=opened.allocator.get_kvcache().layer_num,
-    )
-    inner = HarvestHook(arena, ground.splits, profile, settings, log=log)
-    hook = FailClosed(inner, on_failure=on_failure)
-    reported = Profile(subject.key, json.dumps(profile)) if profile else None
+    gaps = device.driver == "host" or bool(args.disable_overlap_schedule)
+    if weights is not None:
+        arena.export("weights", weights.shared.fd, n_bytes=weights.n_bytes)
+        weights.write_manifest(run_dir.weights_manifest(), opened.fingerprint)
+    else:
+        run_dir.weights_manifest().unlink(missing_ok=True)
     hello = engine_hello(
         subject,
         arena,
-        ground,
+        device,
         run_dir,
         model=str(args.model_path),
         endpoint=f"http://{args.host}:{args.port}",
     )
-    link = EngineAgentLink(run_dir.agent_socket, hello, inner, reported)
+    running = open_harvest(
+        device,
+        arena,
+        subject,
+        hello,
+        run_dir,
+        HarvestSettings(
+            max_batch=opened.scheduler.max_running_requests,
+            gaps=gaps,
+            layers=opened.allocator.get_kvcache().layer_num,
+        ),
+        profile=profile,
+        log=log,
+        on_failure=on_failure,
+    )
+    if log is not None:
+        with device.background_threads():
+            LogFlusher(log)  # its thread writes for as long as this process lives
     parts = HarvestParts(
-        inner=inner,
-        hook=hook,
-        link=link,
-        partition=ground.partition,
-        splits=ground.splits,
+        inner=running.inner,
+        hook=running.hook,
+        link=running.link,
+        partition=device.partition,
+        splits=device.splits,
         subject=subject,
         arena=arena,
         allocator=opened.allocator,
@@ -132,18 +123,7 @@ def open_harvest(
         keep_profile=kept.keep,
         reserved_tokens=args.num_reserved_decode_tokens,
     )
-    # All of it before a worker can attach.
-    if weights is not None:
-        arena.export("weights", weights.shared.fd, n_bytes=weights.n_bytes)
-        weights.write_manifest(run_dir.weights_manifest(), opened.fingerprint)
-    else:
-        run_dir.weights_manifest().unlink(missing_ok=True)
-    arena.serve(str(run_dir.arena_socket()))
-    harvest = SchedulerHarvest(parts, None if profile else SoloLearner(ground.splits))
-    with ground.background_threads():
-        if log is not None:
-            LogFlusher(log)  # its thread writes for as long as this process lives
-        link.start()
+    harvest = SchedulerHarvest(parts, None if profile else SoloLearner(device.splits))
     g = arena.geometry
     _log.info(
         "windrow: %d chunks of %d tokens can be lent; weights are %s",
@@ -169,35 +149,19 @@ def _probe(scheduler: Any, allocator: Any) -> None:  # noqa: ANN401
         )
 
 
-def _ground(driver: str, shares: GraphShares | None) -> _Ground:
+def _device(driver: str, shares: GraphShares | None) -> EngineDevice:
     """Return how decode shares its device. Raises UserError where it cannot."""
     if driver == "host":
-        most = torch.get_num_threads()  # what whoever started the server has chosen
-        host = HostPartition.from_affinity(
-            "decode", set_threads=lambda n: torch.set_num_threads(min(n, most))
-        )
-        units = host.total_units
-        return _Ground(
-            host,
-            host_splits(units),
-            host.levels()[:-1],
-            f"host:{units}-cores",
-            driver,
-            host.background_threads,
-            cores=host.cpus,
-        )
-    from windrow_sidecar.engines.builtin.device import open_gpu
-
-    gpu = open_gpu(driver, torch.bfloat16)
-    partition, splits, sharing = gpu.partition, gpu.splits, gpu.sharing
-    if shares is not None and sharing is not None and sharing.mode == "spatial":
-        sharing = choose_sharing(_measured(driver, shares))
-        if sharing.mode == "spatial":
-            partition, splits = shares, disjoint_levels(shares)
-        else:
-            splits = whole_levels(gpu.units)
-    levels = gpu.finetune_levels if len(splits.splits) > 1 else ()
-    return _Ground(partition, splits, levels, gpu.label, driver, nullcontext, sharing)
+        most = torch.get_num_threads()  # what SGLang's server was started with
+        return open_cores(lambda n: torch.set_num_threads(min(n, most)), shared=True)
+    gpu = open_gpu(driver)
+    sharing = gpu.sharing
+    if shares is None or sharing is None or sharing.mode != "spatial":
+        return gpu
+    sharing = choose_sharing(_measured(driver, shares))
+    if sharing.mode == "spatial":
+        return replace(gpu, partition=shares, splits=disjoint_levels(shares), sharing=sharing)
+    return replace(gpu, splits=whole_levels(gpu.units), finetune_levels=(), sharing=sharing)
 
 
 def _measured(driver: str, shares: GraphShares) -> GpuCapabilities:

@@ -306,7 +306,7 @@ class Plugin:
                 f"the model's KV lies in a {kind} behind a {type(allocator).__name__}",
                 remedy="Serve a model with multi-head, grouped-query or latent attention.",
             )
-        from windrow_sidecar.engines.sglang.opening import Opened, open_harvest
+        from windrow_sidecar.engines.sglang.opening import Opened, harvest_scheduler
 
         opened = Opened(
             self.scheduler,
@@ -317,7 +317,7 @@ class Plugin:
             self.fingerprint,
             self.shares,
         )
-        self.harvest = open_harvest(opened, self.run_dir, self.environment, self._failed)
+        self.harvest = harvest_scheduler(opened, self.run_dir, self.environment, self._failed)
 
     def _fence(self) -> Callable[[int], bool]:
         """A check that the batches launched so far, and transfers given up, write no more."""

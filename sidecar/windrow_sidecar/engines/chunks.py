@@ -1,7 +1,7 @@
-"""Track which chunks of the arena SGLang's page allocator holds, and their pages.
+"""Track which chunks of the arena an engine's own page allocator holds, and their pages.
 
-Page `p` is in chunk `p // pages_per_chunk`. SGLang writes padding to page 0 and never allocates it,
-so chunk 0 is never given away. Knows neither SGLang nor a tensor.
+Page `p` is in chunk `p // pages_per_chunk`. Page 0 is the engine's padding, as in SGLang: it is
+never allocated, so chunk 0 is never given away. Knows neither an engine nor a tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ChunkHoldings:
     Args:
         arena: of this process.
         pages_per_chunk: KV pages in a chunk.
-        n_pages: pages that SGLang allocates: ids 1 to `n_pages`, both included.
+        n_pages: pages that the engine allocates: ids 1 to `n_pages`, both included.
 
     Attributes:
         returned_pages: pages of chunks that decode may take at any moment.
