@@ -92,6 +92,9 @@ def harvest_scheduler(
         model=str(args.model_path),
         endpoint=f"http://{args.host}:{args.port}",
     )
+    if log is not None:
+        with device.background_threads():
+            LogFlusher(log)  # its thread writes for as long as this process lives
     running = open_harvest(
         device,
         arena,
@@ -107,9 +110,6 @@ def harvest_scheduler(
         log=log,
         on_failure=on_failure,
     )
-    if log is not None:
-        with device.background_threads():
-            LogFlusher(log)  # its thread writes for as long as this process lives
     parts = HarvestParts(
         inner=running.inner,
         hook=running.hook,
