@@ -166,6 +166,8 @@ def _folder_refusal(
     serves_model: bool,
 ) -> str:
     named = [*spec.dataset.sources]
+    if spec.adapter.start_from is not None:
+        named.append(("adapter.from", spec.adapter.start_from))
     if not serves_model:
         named.append(("model.name", spec.model.name))
     for field, place in named:

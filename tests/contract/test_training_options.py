@@ -8,9 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from windrow.crd import OptimizerSpec
+from windrow.crd import OptimizerSpec, parse_job_spec
 from windrow.errors import UserError
-from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
+from windrow_sidecar.finetune.adapter.adapters import add_adapter, save_adapter, trainable
+from windrow_sidecar.finetune.adapter.beginning import begin_with
+from windrow_sidecar.finetune.data.source_access import SourceAccess
 from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.finetune.engine.stages import EvaluationDone, JobStage
 from windrow_sidecar.finetune.model.loading import load_base
@@ -261,3 +263,62 @@ def test_over_a_base_in_fewer_bits_an_adapter_in_fp32_learns_what_pefts_does(che
     ours = [apart(our_gradients(narrow, rows, cut), truth).of_norm for cut in cuts]
     assert theirs > torch.finfo(torch.bfloat16).eps / 2, "it is in fewer bits"
     assert no_farther(ours, [theirs], torch.bfloat16)
+
+
+LORA = {"rank": 2, "alpha": 4, "targetModules": "q_proj,v_proj"}
+
+
+def beginning(folder, **lora):
+    return adapter_of(tiny_job(adapter={"from": str(folder), "lora": {**LORA, **lora}}))
+
+
+def test_a_job_begins_with_the_weights_of_an_adapter_that_it_names(tmp_path):
+    earlier = tiny_job(adapter={"lora": LORA})
+    run(earlier)
+    save_adapter(earlier.model, tmp_path)
+    learnt_there = adapter_of(earlier)
+    assert not bit_equal(learnt_there, adapter_of(tiny_job(adapter={"lora": LORA})))
+    assert bit_equal(beginning(tmp_path), learnt_there)
+    later = tiny_job(adapter={"from": str(tmp_path), "lora": LORA})
+    run(later)
+    assert not bit_equal(adapter_of(later), learnt_there)
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"rank": 4}, "r 2 and not 4"),
+        ({"alpha": 8}, "lora_alpha 4 and not 8"),
+        ({"useDora": True}, "use_dora None and not True"),
+        ({"targetModules": "q_proj"}, "which this job would not train"),
+        ({"targetModules": "q_proj,v_proj,o_proj"}, "has no weights for"),
+    ],
+)
+def test_an_adapter_of_another_form_is_not_begun_with(tmp_path, lora, said):
+    save_adapter(tiny_job(adapter={"lora": LORA}).model, tmp_path)
+    with pytest.raises(UserError, match=said) as refused:
+        beginning(tmp_path, **lora)
+    assert refused.value.field == "spec.adapter.from"
+
+
+def test_an_adapter_that_cannot_be_read_is_refused_before_anything_is_trained(tmp_path):
+    with pytest.raises(UserError, match="cannot be read") as refused:
+        beginning(tmp_path)
+    assert refused.value.field == "spec.adapter.from"
+    save_adapter(tiny_job(adapter={"lora": LORA}).model, tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(UserError, match="is damaged"):
+        beginning(tmp_path)
+    inside = SourceAccess((tmp_path / "own",))
+    tuned = tiny_job(adapter={"lora": LORA}).model
+    spec = parse_job_spec(
+        {
+            "model": {"name": "tiny"},
+            "dataset": {"source": "/rows.jsonl"},
+            "adapter": {"from": str(tmp_path), "lora": LORA},
+            "training": {"maxSteps": 1},
+            "output": {"destination": "/out"},
+        }
+    )
+    with pytest.raises(UserError, match="is not on a volume that this job may read"):
+        begin_with(tuned, "default", spec, inside)

@@ -16,7 +16,9 @@ from pydantic import (
     model_validator,
 )
 
+from windrow.crd.texts import Place
 from windrow.crd.values import TEXT_MAX, Record, cel, invalid, untyped
+from windrow.outputs import is_bucket
 
 # Kinds that papers name and peft does not have, or that cannot be learned layer by layer.
 _REFUSED = {
@@ -205,6 +207,13 @@ class AdapterSpec(Record):
     )
 
     type: Literal["lora", "ia3", "prefix"] = Field(default="lora", description="Kind of adapter.")
+    start_from: Place | None = Field(
+        default=None,
+        alias="from",
+        description="Folder of an adapter whose weights the training begins with, on a volume of "
+        "the policy: what an earlier job left at its destination. It has the same kind, rank, "
+        "scale and targets, over the same base. Left out: fresh weights.",
+    )
     lora: LoraSpec | None = Field(default=None, description="Settings of a LoRA adapter.")
     ia3: Ia3Spec | None = Field(default=None, description="Settings of an (IA)3 adapter.")
     prefix: PrefixSpec | None = Field(default=None, description="Settings of prefix tuning.")
@@ -216,6 +225,15 @@ class AdapterSpec(Record):
             remedy = _REMEDIES.get(kind.lower(), "Use lora, ia3 or prefix.")
             raise invalid(f"{kind!r} cannot be trained: {_REFUSED[kind.lower()]}", remedy)
         return kind
+
+    @model_validator(mode="after")
+    def _begins_with_a_folder(self) -> Self:
+        if self.start_from is not None and is_bucket(self.start_from):
+            raise invalid(
+                f"from: {self.start_from!r} is in a bucket, and adapters are read from volumes",
+                "Copy the adapter to a volume of the policy, and name that folder.",
+            )
+        return self
 
     @model_validator(mode="after")
     def _settings_of_another_kind(self) -> Self:

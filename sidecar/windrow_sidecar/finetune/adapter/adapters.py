@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from windrow.conditions import Reason
 from windrow.crd import FinetuneJobSpec
 from windrow.errors import UserError
+from windrow_sidecar.finetune.adapter.beginning import begin_with
 from windrow_sidecar.finetune.adapter.config import (
     bad_targets,
     check_targets,
@@ -27,6 +28,7 @@ from windrow_sidecar.finetune.adapter.config import (
 )
 from windrow_sidecar.finetune.adapter.served import as_served
 from windrow_sidecar.finetune.adapter.targets import target_names
+from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.finetune.model.key_values import Prefix
@@ -44,10 +46,12 @@ def add_adapter(
     model: nn.Module,
     spec: FinetuneJobSpec,
     frozen: FrozenLayers | None = None,
+    access: SourceAccess = UNCONFINED,
 ) -> Any:  # noqa: ANN401 - peft is untyped
     """Return the model with a fresh adapter, made from the job's seed; all else is frozen.
 
-    `frozen`: the model's layers, where they take turns in memory.
+    `frozen`: the model's layers, where they take turns in memory. `access`: what the job may
+    read, for the adapter that it begins with.
 
     Raises:
         UserError: the model has an adapter already; a target module does not exist; an option does
@@ -86,6 +90,7 @@ def add_adapter(
         decoder: Any = model.get_decoder()  # type: ignore[operator]
         take_over(find_layers(decoder, decoder.config), frozen, ADAPTER)
     _check_finite(tuned, spec)
+    begin_with(tuned, ADAPTER, spec, access)
     return tuned
 
 

@@ -241,7 +241,7 @@ def open_session(
     """
     spec, training = job.spec, job.spec.training
     rows = rows or read_examples(job, base, alive)
-    tuned = add_adapter(base.model, spec, base.frozen)
+    tuned = add_adapter(base.model, spec, base.frozen, job.access)
     stack = DecoderStack(base.model, base.frozen, runtime.units)
     check_reach(tuned, stack)
     # Before layers are recorded: the adapter replaces their dropouts.

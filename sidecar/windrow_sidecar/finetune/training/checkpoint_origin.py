@@ -81,13 +81,14 @@ class Origin:
         """
         training, adapter = spec.training, spec.adapter
         settings = adapter.settings.model_dump(mode="json", by_alias=True)
+        begins = {"from": adapter.start_from} if adapter.start_from is not None else {}
         return cls(
             base=base,
             rows=rows,
             eval_fraction=spec.dataset.eval_fraction,
             batch_size=training.batch_size,
             seed=training.seed,
-            adapter={"type": adapter.type, **settings},
+            adapter={"type": adapter.type, **settings, **begins},
             precision=_PRECISIONS.get(computed_in, str(computed_in)),
             open_precision=training.precision == "auto",
             quantization=spec.model.quantization,
