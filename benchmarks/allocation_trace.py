@@ -16,7 +16,7 @@ def read_trace(file: Path) -> list[Step]:
     """The steps of a file of `tools/record_allocations.py`: `+bytes` begins, `-n` ends one.
 
     Raises:
-        ValueError: a line is no number or ends what does not live.
+        ValueError: a line is not a number or ends what does not live.
     """
     steps: list[Step] = []
     living: set[int] = set()

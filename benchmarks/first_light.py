@@ -125,7 +125,7 @@ def _parts(folder: Path, driver: str, options: argparse.Namespace, effort: Measu
         raise UserError(
             f"{folder} was measured with {parts['setup']}",
             field="--resume",
-            remedy="Give the same options as then, or leave --resume out to begin anew.",
+            remedy="Give the same options as then, or leave --resume out to start over.",
         )
     parts.keep("setup", setup)
     return parts

@@ -67,7 +67,7 @@ class BenchmarkLoad:
         """Read a name; raises ValueError for what is none."""
         found = _LOAD.fullmatch(text)
         if found is None or found["like"] not in get_args(Like):
-            raise ValueError(f"{text!r} is no load: write conv@0.6x2 or code@1.5x1.3")
+            raise ValueError(f"{text!r} is not a load: write conv@0.6x2 or code@1.5x1.3")
         rate, factor = float(found["rate"]), float(found["factor"])
         if not (rate > 0 and factor > 0):
             raise ValueError(f"{text!r}: rate and factor are above zero")

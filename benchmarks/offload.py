@@ -12,7 +12,7 @@ Beside them, with room for all, two that hold every layer in memory: ours, and a
 They are the most that computing allows, so accelerate's distance from them is the most that
 anything could gain over it; the goal of ten times is out of reach where that is less.
 
-DeepSpeed is no arm. 0.19.8 installs beside torch 2.15, and its ZeRO-3 trains this model with peft
+DeepSpeed is not an arm. 0.19.8 installs beside torch 2.15, and its ZeRO-3 trains it with peft
 on its CPU accelerator. But there "offloaded to the CPU" is where weights are anyway: nothing leaves
 memory. It is killed at 1 GiB, where ours and accelerate run, and runs from 1.25 GiB on with the
 whole model resident (5 to 14 tokens a second with other work beside it). Its offload to disk

@@ -126,7 +126,7 @@ class Sidecars:
 
     def count_anew(self) -> None:
         """Take none for attached, until it attaches again: their operator is gone."""
-        self._here.send("count anew")
+        self._here.send("count again")
         self._here.recv()
 
     def end(self) -> None:

@@ -187,7 +187,7 @@ def cli_markdown() -> str:
         "",
         "Made from the commands by `tools/generate_docs.py`.",
         "",
-        "`kubectl windrow ...` is the same program. Exit codes: 0 done, 1 failed, 2 mend the",
+        "`kubectl windrow ...` is the same program. Exit codes: 0 done, 1 failed, 2 fix the",
         "input, 3 not reachable now, 130 interrupted.",
         "",
     ]

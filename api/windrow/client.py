@@ -470,7 +470,7 @@ def _seconds(within: timedelta | float) -> float:
     # A bool is an int to Python, and no length of time.
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or math.isnan(seconds):
         raise UserError(
-            f"{within!r} is no length of time",
+            f"{within!r} is not a length of time",
             field="within",
             remedy="Give seconds, a timedelta, or None to wait for ever.",
         )
@@ -486,7 +486,7 @@ def _check_ends(job: JobView) -> None:
         )
     if job.state == "Invalid" and job.reason == Reason.INVALID_SPEC:
         raise UserError(
-            f"is not valid: {job.message}", field=where, remedy="Mend its spec, then wait."
+            f"is not valid: {job.message}", field=where, remedy="Fix its spec, then wait."
         )
 
 
@@ -607,7 +607,7 @@ def _translated(what: str, e: k8s.ApiException) -> Exception:
                 "exists already", field=what, remedy="Delete it first or take another name."
             )
         case 400 | 422:
-            return UserError(f"refused: {message}", field=what, remedy="Mend the manifest.")
+            return UserError(f"refused: {message}", field=what, remedy="Fix the manifest.")
         case 401 | 403:
             return UserError(
                 f"not allowed: {message}", field=what, remedy="Ask for the rights, or log in again."

@@ -113,7 +113,7 @@ def read_decisions(path: Path) -> list[Decision]:
     """Return all decisions that a ring holds, oldest first.
 
     Raises:
-        UserError: there is no such file, or it is no ring of this release.
+        UserError: there is no such file, or it is not a ring of this release.
     """
     try:
         ring = path.read_bytes()
@@ -125,7 +125,7 @@ def read_decisions(path: Path) -> list[Decision]:
         ) from error
     if len(ring) < HEADER.size or HEADER.unpack_from(ring)[:3] != (MAGIC, RECORD.size, CAPACITY):
         raise UserError(
-            f"{path} is no ring of decisions of this release",
+            f"{path} is not a ring of decisions of this release",
             field="SLOT",
             remedy="Use the windrow command of the release that the engine runs.",
         )

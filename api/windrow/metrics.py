@@ -69,7 +69,7 @@ OBJECTIVE_RATIO_BUCKETS: Final = (
 PREDICTOR_RATIO_BUCKETS: Final = (
     0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 4.0,
 )  # fmt: skip
-# A kept decision takes about a microsecond, one that is made anew tens of them.
+# A kept decision takes about a microsecond, one that is remade tens of them.
 DECISION_BUCKETS_SECONDS: Final = (
     1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2,
 )  # fmt: skip

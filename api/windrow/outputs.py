@@ -100,7 +100,7 @@ def check_within(destination: Path, trees: Sequence[Path]) -> Path:
     if not tree.is_dir():
         raise _refusal(
             f"{tree} is not there: the volume is not mounted in this pod",
-            "Start the pod anew, so that it gets the volumes of its policy.",
+            "Restart the pod, so that it gets the volumes of its policy.",
         )
     named, actual = tree.resolve() / place.relative_to(tree), place.resolve()
     if actual != named:

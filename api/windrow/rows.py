@@ -241,7 +241,7 @@ def _conversation(fields: Fields, found: list[Any], name: str, where: str) -> Da
         raise bad_row(where, "has `functions`, which no template gets", "Write them in `tools`.")
     settings = fields.get("chat_template_kwargs") or {}
     if not isinstance(settings, dict):
-        raise bad_row(where, "`chat_template_kwargs` is no object", "Write an object.")
+        raise bad_row(where, "`chat_template_kwargs` is not an object", "Write an object.")
     tools = _tools(fields, where)
     plain = [_of_schema(tool) for tool in tools] if tools else None
     return DatasetRow(
@@ -260,7 +260,7 @@ def _tools(fields: Fields, where: str) -> list[Fields] | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise bad_row(where, "`tools` is no list of objects", "Write a list of JSON schemas.")
+        raise bad_row(where, "`tools` is not a list of objects", "Write a list of JSON schemas.")
     return tools
 
 

@@ -95,7 +95,7 @@ def parse_period(text: str) -> timedelta:
     found = _PERIOD.fullmatch(text.strip())
     if found is None or float(found[1]) <= 0:
         raise UserError(
-            f"{text!r} is no period", field="--since", remedy="Write it like 90m, 12h, 7d or 4w."
+            f"{text!r} is not a period", field="--since", remedy="Write it like 90m, 12h, 7d or 4w."
         )
     return timedelta(seconds=float(found[1]) * _UNITS[found[2]])
 
@@ -190,7 +190,7 @@ def _ask(url: str, path: str, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise Transient(f"Prometheus at {url}: {error}", retry_after=later) from error
     except ValueError as error:
         raise UserError(
-            f"{url} is no Prometheus: it answers {answer.status_code} without JSON",
+            f"{url} is not a Prometheus server: it answers {answer.status_code} without JSON",
             field="--prometheus",
             remedy="Give the address of its pages, like http://prometheus:9090.",
         ) from error

@@ -189,7 +189,7 @@ def _is_real(node: str, sglang: Path | None) -> bool:
     """Return whether `--node` asks for a real one; raises UserError when it cannot be had."""
     if node not in NODES:
         raise UserError(
-            f"{node!r} is no node", field="--node", remedy=f"Write {' or '.join(NODES)}."
+            f"{node!r} is not a node", field="--node", remedy=f"Write {' or '.join(NODES)}."
         )
     if node == "real" and sglang is not None:
         raise UserError(
@@ -206,7 +206,9 @@ def _sglang(engine: str) -> Path | None:
 
     if engine not in ENGINES:
         raise UserError(
-            f"{engine!r} is no engine", field="--engine", remedy=f"Write {' or '.join(ENGINES)}."
+            f"{engine!r} is not an engine",
+            field="--engine",
+            remedy=f"Write {' or '.join(ENGINES)}.",
         )
     return find_environment() if engine == "sglang" else None
 

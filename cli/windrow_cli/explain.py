@@ -157,7 +157,7 @@ def ring_of(slot: str) -> Path:
     if path.exists():
         return path
     raise UserError(
-        f"{slot!r} is no run directory and no process",
+        f"{slot!r} is neither a run directory nor a process",
         field="SLOT",
         remedy="Run it inside the pod: kubectl exec POD -c windrow -- windrow explain /run/windrow",
     )
@@ -218,7 +218,7 @@ def moment(text: str, now: datetime) -> datetime:
         read = datetime.fromisoformat(text)
     except ValueError:
         raise UserError(
-            f"{text!r} is no moment",
+            f"{text!r} is not a moment",
             field="--around",
             remedy="Write now, -30s, -5m, 18:02:11, or 2025-06-01T18:02:11Z.",
         ) from None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # What a user can do about a state, where something can be done.
 _ADVICE: Mapping[str, str] = {
     "NoSlot": "It is placed as soon as a slot can take it. Slots: windrow top.",
-    "InvalidSpec": "Mend the spec in a new job.",
+    "InvalidSpec": "Fix the spec in a new job.",
     "DestinationInUse": "Name another output.destination in a new job, or wait.",
     "PriorityClassNotFound": "Create the PriorityClass; the job goes on by itself.",
     "BackOff": "A worker failed and is tried again; what it said: windrow logs {name} --worker.",
@@ -24,8 +24,8 @@ _ADVICE: Mapping[str, str] = {
     "with more headroom.",
     "Silent": "Nothing to do yet: where the sidecar stays away, the job goes on elsewhere.",
     "BackoffLimitExceeded": "What the workers said: windrow logs {name} --worker. A new job begins "
-    "anew.",
-    "DeadlineExceeded": "Submit it anew with a longer activeDeadlineSeconds.",
+    "again.",
+    "DeadlineExceeded": "Submit it again with a longer activeDeadlineSeconds.",
 }
 
 

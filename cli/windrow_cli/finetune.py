@@ -239,7 +239,7 @@ def _shown(names: list[str], quiet: bool) -> Iterator[Callable[[int, RunSummary]
 
         def show(n: int, told: RunSummary) -> None:
             for event in told.events[shown[n] :]:
-                # As it is: brackets of a path are no markup, and a path is not broken up.
+                # As it is: brackets of a path are not markup, and a path is not broken up.
                 line = f"{titles[n]}{event}"
                 bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
             shown[n] = len(told.events)

@@ -59,7 +59,7 @@ def sockets_of(target: str) -> list[str]:
     if not target.isdigit():
         if not Path(target).is_socket():
             raise UserError(
-                f"{target} is no socket",
+                f"{target} is not a socket",
                 field="PID | SOCKET",
                 remedy="Give a decode process, or its socket (/run/windrow/arena-0.sock).",
             )

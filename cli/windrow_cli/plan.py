@@ -57,7 +57,7 @@ def plan(
     """
     if order not in _ORDERS:
         raise UserError(
-            f"{order!r} is no order", field="--order", remedy=f"Write {', '.join(_ORDERS)}."
+            f"{order!r} is not an order", field="--order", remedy=f"Write {', '.join(_ORDERS)}."
         )
     argv = [
         sys.executable,

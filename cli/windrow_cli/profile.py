@@ -89,7 +89,7 @@ def _measure(
 ) -> dict[str, object]:
     """Run an engine that profiles itself and ends."""
     if effort not in ("quick", "full"):
-        raise UserError(f"{effort!r} is no effort", field="--effort", remedy="quick or full.")
+        raise UserError(f"{effort!r} is not an effort", field="--effort", remedy="quick or full.")
     with tempfile.TemporaryDirectory(prefix="windrow-profile-") as folder:
         written = Path(folder, "profile.json")
         command = [

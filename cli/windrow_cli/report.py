@@ -147,7 +147,9 @@ def report(
     end = datetime.now(UTC)
     begin = end - parse_period(since)
     if out is not None and not out.absolute().parent.is_dir():
-        raise UserError(f"{out.parent} is no directory", field="--out", remedy="Create it first.")
+        raise UserError(
+            f"{out.parent} is not a directory", field="--out", remedy="Create it first."
+        )
     if url := prometheus or os.environ.get(ENV_PROMETHEUS, ""):
         found = from_prometheus(url, begin, end, price)
     else:

@@ -198,7 +198,7 @@ def _least_and_most(text: str) -> list[float]:
         ends = []
     if len(ends) not in (1, 2) or any(not 0 < end < float("inf") for end in ends):
         raise UserError(
-            f"{text!r} is no number of tokens",
+            f"{text!r} is not a number of tokens",
             field="--job-tokens",
             remedy="Write 20e6 or 2e6-80e6.",
         )
@@ -211,7 +211,7 @@ def _priorities(text: str) -> list[tuple[int, float]]:
         return [(int(value), float(weight)) for value, weight in pairs]
     except ValueError as error:
         raise UserError(
-            f"{text!r} are no priorities with weights",
+            f"{text!r} are not priorities with weights",
             field="--priorities",
             remedy="Write for example 0:90,1000:10.",
         ) from error
@@ -222,7 +222,7 @@ def _lengths(text: str) -> list[float]:
         return [float(part) for part in text.split(":")] if text else []
     except ValueError as error:
         raise UserError(
-            f"{text!r} are no two means", field="--lengths", remedy="Write for example 60:65."
+            f"{text!r} are not two means", field="--lengths", remedy="Write for example 60:65."
         ) from error
 
 
@@ -231,7 +231,7 @@ def _percents(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise UserError(
-            f"{text!r} are no percents", field="--levels", remedy="Write 10,20,30."
+            f"{text!r} are not percents", field="--levels", remedy="Write 10,20,30."
         ) from error
 
 
@@ -248,7 +248,7 @@ def milliseconds(text: str, field: str = "--objective") -> float:
         value = 0.0
     if not 0 < value < 3.6e6:
         raise UserError(
-            f"{text!r} is no duration above zero", field=field, remedy="Write for example 12ms."
+            f"{text!r} is not a duration above zero", field=field, remedy="Write for example 12ms."
         )
     return value
 

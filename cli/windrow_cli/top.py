@@ -382,13 +382,15 @@ def top(
 ) -> None:
     """Show each harvested device and the jobs: TPOT against its objective, shares, memory.
 
-    Live in a terminal (s: another order, q: quit); once where the output is no terminal.
+    Live in a terminal (s: another order, q: quit); once where the output is not a terminal.
 
     Example: windrow top --sort tpot
     """
     if sort not in _SORTS:
         raise UserError(
-            f"{sort!r} is no order", field="--sort", remedy=f"Choose one of {', '.join(_SORTS)}."
+            f"{sort!r} is not an order",
+            field="--sort",
+            remedy=f"Choose one of {', '.join(_SORTS)}.",
         )
     talk = client(kubeconfig, context)
 

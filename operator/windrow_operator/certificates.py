@@ -174,7 +174,7 @@ class Certificates:
         except Conflict:
             return pki.from_secret((await self._kube.get(path))["data"])
         except ApiError as error:
-            # What there is goes on to serve: there is a year for somebody to mend this.
+            # What there is goes on to serve: there is a year for somebody to fix this.
             log.warning("cannot store the renewed certificate authority: %s", error)
             return found
         log.info(

@@ -68,7 +68,7 @@ def most_tokens_per_second(facts: pb.SlotFacts) -> float:
 
 
 def rate(said: float, most: float) -> float:
-    """Return a rate that was said, cut to what can be; NaN, which is no rate, stays."""
+    """Return a rate that was said, cut to what can be; NaN, which is not a rate, stays."""
     return said if math.isnan(said) else min(max(0.0, said), most)
 
 

@@ -170,7 +170,7 @@ def explain(error: UserError | ApiError, server: str) -> str:
     if error.status in (401, 403):
         return (
             f"the API server at {server} does not accept the operator's credentials: {error}. "
-            "Give it others by --kubeconfig or KUBECONFIG, or mend its service account."
+            "Give it others by --kubeconfig or KUBECONFIG, or fix its service account."
         )
     return (
         f"the API server at {server} does not answer: {error}. Start it, or name another cluster "

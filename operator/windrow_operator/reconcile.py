@@ -86,7 +86,7 @@ class Actions:
 
 NOTHING = Actions()
 # A job's checkpoints belong to its UID, so a new one does not meet those of the old.
-_ANEW = "Mend it in a new job: one that has failed does not run again."
+_ANEW = "Fix it in a new job: one that has failed does not run again."
 
 
 def reconcile(

@@ -65,7 +65,7 @@ def placed(job: Job, slot: str, message: str, now: datetime) -> Body:
     before = accepted(job, now)
     resumes = get_condition(before.get("conditions"), T.SUSPENDED)
     if resumes is not None and resumes["status"] == "True":
-        before.pop("startTime", None)  # as for Jobs of Kubernetes, the deadline begins anew
+        before.pop("startTime", None)  # as for Jobs of Kubernetes, the deadline starts over
     before |= {"epoch": job.epoch + 1, "slot": slot}
     before.setdefault("startTime", timestamp(now))
     before.pop("retryAt", None)

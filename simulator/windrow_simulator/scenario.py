@@ -175,25 +175,25 @@ def checked(settings: SimulationSettings) -> SimulationSettings:
             )
     if settings.lengths and (len(settings.lengths) != 2 or not min(settings.lengths) >= 1):
         raise UserError(
-            f"{settings.lengths} are no two means of 1 and more",
+            f"{settings.lengths} are not two means of 1 and more",
             field="--lengths",
             remedy="Write mean prompt and output tokens, for example 60:65.",
         )
     if settings.partition not in ("green", "none"):
         raise UserError(
-            f"{settings.partition!r} is no partition",
+            f"{settings.partition!r} is not a partition",
             field="--partition",
             remedy="Write green (SMs of its own for each side) or none (decode on every SM).",
         )
     if settings.predictor not in get_args(PredictorForm):
         raise UserError(
-            f"{settings.predictor!r} is no predictor",
+            f"{settings.predictor!r} is not a predictor",
             field="--predictor",
             remedy=f"Choose one of: {', '.join(get_args(PredictorForm))}.",
         )
     if unknown := set(settings.without) - set(get_args(Protection)):
         raise UserError(
-            f"{', '.join(sorted(unknown))} is no protection",
+            f"{', '.join(sorted(unknown))} is not a protection",
             field="--without",
             remedy=f"Choose of: {', '.join(get_args(Protection))}.",
         )
@@ -513,7 +513,7 @@ def read_profile(path: Path) -> dict[str, Any]:
     spec = document_read.get("spec", document_read) if isinstance(document_read, dict) else None
     if not isinstance(spec, dict) or not spec.get("solo"):
         raise UserError(
-            "is no LatencyProfile with a solo model",
+            "is not a LatencyProfile with a solo model",
             field=str(path),
             remedy="kubectl get lp NAME -o yaml gives one.",
         )

@@ -302,9 +302,9 @@ COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
         ),
         (
             replaced("model.odd", torch.ones(2, dtype=torch.int32)),
-            "it holds model.odd, which is no tensor of this model",
+            "it holds model.odd, which is not a tensor of this model",
         ),
-        (replaced(f"{UP}.weight", torch.ones(64, 32)), f"it holds {SCALES}, which is no tensor"),
+        (replaced(f"{UP}.weight", torch.ones(64, 32)), f"it holds {SCALES}, which is not a tensor"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_computed_with_is_refused_by_name(

@@ -293,9 +293,9 @@ def test_a_worker_alone_goes_on_from_the_bucket_and_the_one_before_writes_no_mor
     again.claim()
     again.save(Position(3), TENSORS, keep=2)
     assert again.epoch == 3
-    anew = alone("a", anew=True)
-    anew.claim()
-    assert anew.newest() is None
+    fresh = alone("a", fresh=True)
+    fresh.claim()
+    assert fresh.newest() is None
 
 
 def test_the_figures_of_all_workers_of_a_job_are_in_its_bucket(bucket, alone, tmp_path):
@@ -326,8 +326,8 @@ def test_the_figures_of_all_workers_of_a_job_are_in_its_bucket(bucket, alone, tm
     own.save(Position(5), TENSORS, keep=1)  # the last of its uploads is that of the figures
     assert own.newest().position == Position(5), "a checkpoint does not depend on figures"
     assert steps() == [1, 2, 3, 4]
-    anew = alone("a", anew=True)
-    anew.claim()
-    figures(anew, 1)
-    anew.keep_figures()
+    fresh = alone("a", fresh=True)
+    fresh.claim()
+    figures(fresh, 1)
+    fresh.keep_figures()
     assert steps() == [1]

@@ -55,7 +55,7 @@ def test_the_picture_has_a_cell_for_every_chunk(busy, capfd):
 
 def test_what_serves_no_arena_is_named(served, run_dir, capfd):
     assert run(["memory", "dump", str(run_dir / "none.sock")]) == 2
-    assert "is no socket" in capfd.readouterr().err
+    assert "is not a socket" in capfd.readouterr().err
     assert run(["memory", "dump", str(os.getppid())]) == 2
     assert "serves no arena" in capfd.readouterr().err
     assert run(["memory", "dump", "999999999"]) == 2

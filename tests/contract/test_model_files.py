@@ -127,7 +127,7 @@ WAYS = {
         ({"without": [UP]}, f"it lacks {UP}"),
         ({"without": ["lm_head.weight"]}, "it lacks lm_head.weight"),
         ({"without": [UP, NORM]}, f"it lacks {UP} and 1 more"),
-        ({"odd": torch.ones(3)}, "it holds odd, which is no tensor of this model"),
+        ({"odd": torch.ones(3)}, "it holds odd, which is not a tensor of this model"),
         ({NORM: torch.ones(3)}, f"{NORM} has shape (3,), LlamaForCausalLM by its config.json has"),
     ],
 )
@@ -239,7 +239,7 @@ BROKEN = {
     "half a header": (lambda at: cut(at, n_bytes=99), r"cut short: it has 99 bytes. Copy the"),
     "no weights in the file": (
         lambda at: (at / "model.safetensors").write_bytes(bytes(64)),
-        r"model\.safetensors is no safetensors file. Copy the model again",
+        r"model\.safetensors is not a safetensors file. Copy the model again",
     ),
     "a pointer": (
         lambda at: (at / "model.safetensors").write_text("version https://git-lfs.github.com/x\n"),
@@ -285,7 +285,7 @@ BROKEN = {
     ),
     "a broken index": (
         lambda at: (shard(at), (at / "model.safetensors.index.json").write_text("{")),
-        r"model\.safetensors\.index\.json is no index of shards",
+        r"model\.safetensors\.index\.json is not an index of shards",
     ),
     "no index": (
         lambda at: (shard(at), (at / "model.safetensors.index.json").unlink()),
@@ -315,11 +315,11 @@ BROKEN = {
     ),
     "images": (
         lambda at: Qwen2VLConfig().save_pretrained(at),
-        r"config\.json says Qwen2VLConfig with vision_config, which is no decoder-only language",
+        r"config\.json says Qwen2VLConfig with vision_config, which is not a decoder-only language",
     ),
     "an encoder": (
         lambda at: T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(at),
-        r"config\.json says T5ForConditionalGeneration, which is no decoder-only language model",
+        r"config\.json says T5ForConditionalGeneration, which is not a decoder-only language model",
     ),
     "a library that is not here": (
         lambda at: configure(at, quantization_config={"quant_method": "gptq", "bits": 4}),
@@ -335,7 +335,7 @@ BROKEN = {
     ),
     "an adapter": (
         lambda at: (at / "adapter_config.json").write_text('{"base_model_name_or_path": "/base"}'),
-        r"holds an adapter .*, which is no base model. Name the model that it was made for: /base",
+        r"holds an adapter .*, which is not a base model. Name the model .* made for: /base",
     ),
 }
 

@@ -271,10 +271,10 @@ def test_fields_that_a_template_does_not_write_are_told_with_their_rows(template
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"tools": "weather"}, "`tools` is no list"),
-        ({"tools": [3]}, "`tools` is no list"),
+        ({"tools": "weather"}, "`tools` is not a list"),
+        ({"tools": [3]}, "`tools` is not a list"),
         ({"functions": [{"name": "f"}]}, "has `functions`"),
-        ({"chat_template_kwargs": [1]}, "`chat_template_kwargs` is no object"),
+        ({"chat_template_kwargs": [1]}, "`chat_template_kwargs` is not an object"),
         ({"chat_template_kwargs": {"tokenize": True}}, "refuses the turns"),
         (
             {"messages": [{"role": "user", "content": "a\ud83d"}, turns(TALK)["messages"][1]]},

@@ -78,6 +78,6 @@ def test_an_engine_may_be_told_which_slot_it_is(engines):
 
 @pytest.mark.parametrize("said", ["-1", "one", str(MOST_SLOTS)])
 def test_what_is_no_slot_is_refused_by_the_variables_name(run_dir, said):
-    with pytest.raises(UserError, match="is no slot of a pod") as error:
+    with pytest.raises(UserError, match="is not a slot of a pod") as error:
         claim_slot(RunDir(run_dir), {ENV_SLOT: said})
     assert error.value.field == ENV_SLOT

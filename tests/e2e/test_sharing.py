@@ -72,7 +72,7 @@ def test_a_new_pod_starts_from_the_latency_profile_that_the_first_has_measured(f
     until("its namespace has the profile", lambda: PROFILES in _config_maps(core))
     farm.renew("decode-0")
     log = (farm.cluster.log_dir / f"{NAMESPACE}_decode-0" / "decode.log").read_text()
-    # Whether it bears it out is the machine's matter: a noisy one measures anew.
+    # Whether it bears it out is the machine's matter: a noisy one measures again.
     assert re.search(r"profile( in|: reused from) \S+/windrow-profiles/\w+\.json", log)
 
 

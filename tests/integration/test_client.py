@@ -101,7 +101,7 @@ def test_waiting_takes_seconds_or_a_timedelta(talk, namespace, within):
 
 @pytest.mark.parametrize("within", ["5", True, float("nan")])
 def test_what_is_no_length_of_time_is_refused(talk, namespace, within):
-    with pytest.raises(UserError, match=r"within: .* is no length of time"):
+    with pytest.raises(UserError, match=r"within: .* is not a length of time"):
         talk.wait("tone", namespace=namespace, within=within)
 
 

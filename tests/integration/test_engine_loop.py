@@ -373,7 +373,7 @@ def test_a_hook_can_have_a_step_begin_later_and_the_step_counts_the_gap(bench):
     one.run_dry()
     steps = [event for event in one.events() if isinstance(event, StepEvent)]
     assert steps[2].end_ns - steps[2].start_ns >= 30_000_000
-    assert steps[2].hook_us < 30_000, "the gap is no cost of the decision"
+    assert steps[2].hook_us < 30_000, "the gap is not a cost of the decision"
 
 
 def test_the_facts_tell_the_hook_what_the_step_is(bench):

@@ -399,7 +399,7 @@ def test_an_error_of_the_user_fails_at_once_and_says_what_to_mend(placed):
     assert failed["reason"] == "DatasetInvalid"
     assert (
         failed["message"]
-        == f"{detail} Mend it in a new job: one that has failed does not run again."
+        == f"{detail} Fix it in a new job: one that has failed does not run again."
     )
     assert cluster.status()["userError"] == where
 
@@ -409,7 +409,7 @@ def test_a_job_that_failed_over_its_checkpoint_is_mended_by_a_new_one_as_its_mes
     detail = "/c7 cannot be gone on from: 8 was trained with, the job says 16."
     sidecar.report(assigned, "FAILED", reason="CheckpointMismatch", detail=detail, user_error=True)
     cluster.await_state("Failed")
-    assert "Mend it in a new job" in cluster.condition("Failed")["message"]
+    assert "Fix it in a new job" in cluster.condition("Failed")["message"]
     # The very same spec, to the same destination.
     sidecar.beat()
     destination = cluster.get("finetunejobs", "tone")["spec"]["output"]["destination"]

@@ -23,7 +23,7 @@ PATIENCE = ("--backoff-base-seconds", "0.2")
 
 
 class Replicas:
-    """Two operators; `leader` and `other` are looked up anew each time."""
+    """Two operators; `leader` and `other` are looked up again each time."""
 
     def __init__(self, kubeconfig, directory, kube):
         self.kube = kube

@@ -20,8 +20,8 @@ SLOTS = {
     "all the time": ("team-a", {m: 1000 + 10 * (150 - m) for m in range(150, -1, -1)}),
     "gone after half an hour": ("team-b", {m: 5000 + 10 * (150 - m) for m in range(150, 29, -1)}),
     "new": ("team-c", {m: 300 + 60 * (10 - m) for m in range(10, -1, -1)}),
-    # Its sidecar began anew after 500 of the period, where no bar ends, and came to 400.
-    "began anew": (
+    # Its sidecar began again after 500 of the period, where no bar ends, and came to 400.
+    "began again": (
         "team-d",
         {
             **{m: 2000 + 20 * max(0, 60 - m) for m in range(100, 34, -1)},

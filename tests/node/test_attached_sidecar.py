@@ -186,7 +186,7 @@ def test_an_upgrade_replaces_the_operator_while_a_job_trains_on(chart, kube, ser
     assert kinds(kube) == before
     assert identity(core) == decode
     assert {c.name for c in read(core, NAMESPACE).spec.ephemeral_containers} == sidecars
-    assert status(kube, NAMESPACE, long_job)["epoch"] == epoch, "the job was not placed anew"
+    assert status(kube, NAMESPACE, long_job)["epoch"] == epoch, "the job was not placed again"
 
 
 @pytest.mark.timeout(300)

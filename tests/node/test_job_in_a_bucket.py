@@ -85,7 +85,7 @@ def test_a_job_whose_pod_is_deleted_in_the_middle_ends_with_the_same_adapter(kub
     start_decode(core, place)
     assert read(core, place).metadata.uid != first.metadata.uid
     done = await_end("cut")
-    assert done["epoch"] > placed, "it was placed anew"
+    assert done["epoch"] > placed, "it was placed again"
     (resumed,) = told("Resumed")
     after = int(re.search(r"after step (\d+)", resumed).group(1))
     assert 4 <= after < STEPS, "it went on from a checkpoint in the bucket"

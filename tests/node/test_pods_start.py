@@ -217,7 +217,7 @@ class ImpostorServer(http.server.ThreadingHTTPServer):
 
 
 class Impostor(http.server.BaseHTTPRequestHandler):
-    """Answers late, or with what is no AdmissionReview."""
+    """Answers late, or with what is not an AdmissionReview."""
 
     def setup(self):
         self.server.asked.set()

@@ -97,7 +97,7 @@ print(launches() > 0)
 
 
 WAYS_TO_FAIL = {
-    "compiler": ({"CC": "no-such-compiler"}, "CC names 'no-such-compiler', which is no program"),
+    "compiler": ({"CC": "no-such-compiler"}, "CC names 'no-such-compiler', which is not a program"),
     "cache": ({"TRITON_CACHE_DIR": "/dev/null/cache"}, "its cache cannot be written"),
 }
 

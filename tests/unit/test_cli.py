@@ -171,7 +171,7 @@ def test_a_bad_manifest_is_refused_before_anything_is_sent(
 def test_an_order_that_there_is_none_of_is_refused_with_those_that_there_are(capsys):
     assert cli.run(["plan", "job.yaml", "--order=zig"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("windrow: --order: 'zig' is no order. Write ")
+    assert said.startswith("windrow: --order: 'zig' is not an order. Write ")
     assert said.rstrip(".\n").partition(" Write ")[2].split(", ") == list(ORDERS)
 
 

@@ -70,7 +70,7 @@ def metrics_in(expr):
     found = []
     for name in set(re.findall(r"\bwindrow[a-z_:]*[a-z0-9_]+", re.sub(r'"[^"]*"', "", expr))):
         base = re.sub(r"_(bucket|sum|count)$", "", name)
-        assert name in TABLE or base in TABLE, f"{name} is no metric of the table"
+        assert name in TABLE or base in TABLE, f"{name} is not a metric of the table"
         found.append(TABLE.get(name) or TABLE[base])
     return found
 
@@ -101,13 +101,13 @@ def mistyped(value, hint, path=""):
             return [] if [] in found else min(found, key=len)
         case builtins.list:
             if not isinstance(value, list):
-                return [f"{path} is no list: {value!r}"]
+                return [f"{path} is not a list: {value!r}"]
             return [
                 x for n, one in enumerate(value) for x in mistyped(one, within[0], f"{path}[{n}]")
             ]
         case builtins.dict:
             if not isinstance(value, dict):
-                return [f"{path} is no object: {value!r}"]
+                return [f"{path} is not an object: {value!r}"]
             return [x for n, one in value.items() for x in mistyped(one, within[1], f"{path}.{n}")]
         case typing.Literal:
             return [] if value in within else [f"{path}: {value!r} is none of {within}"]
@@ -155,23 +155,23 @@ def wrong_with(unit, expr, legend=""):
     match unit:
         case "percentunit":
             divided = " / " in expr and len(units) <= 2
-            return "" if units <= {"ratio"} or divided else f"{units} is no share"
+            return "" if units <= {"ratio"} or divided else f"{units} is not a share"
         case "short":
             bare = units & SAYS_ITS_UNIT
             named = counts or legend.endswith(", s")
             return "" if not bare or named else f"{bare} without a unit"
         case "suffix: h" | "currencyUSD" if "/ 3600" not in expr:
-            return "seconds are no hours"
+            return "seconds are not hours"
         case "suffix: h" | "currencyUSD" if (unit == "currencyUSD") != ("$price" in expr):
             return "hours are money only times a price"
         case "suffix: tok/s" | "reqps" if units & {"tokens", "requests"} and not changes:
             return "a rate wants a rate"
         case "suffix: tok" if changes:
-            return "a rate is no number of tokens"
+            return "a rate is not a number of tokens"
         case "s" if " / " in expr and not ("_sum" in expr and "_count" in expr):
             return "a share of seconds is no time"
         case _ if unit not in UNITS:
-            return f"{unit!r} is no unit that we use"
+            return f"{unit!r} is not a unit that we use"
     return "" if units and units <= UNITS[unit] else f"{units} in {unit!r}"
 
 

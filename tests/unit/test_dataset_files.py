@@ -174,7 +174,7 @@ def test_a_split_that_a_single_file_does_not_hold_is_refused(tmp_path):
 
 def test_a_split_that_no_file_of_a_directory_is_named_after_is_refused(tmp_path):
     put(tmp_path / "a.jsonl", "jsonl", [{"text": "ab"}])
-    with pytest.raises(UserError, match=r"'test' is no split .* none of the files is named after"):
+    with pytest.raises(UserError, match=r"'test' is not a split .* files is named after"):
         texts(tmp_path, split="test")
     put(tmp_path / "pilot-0.jsonl", "jsonl", [{"text": "cd"}])
     assert texts(tmp_path, split="pilot") == ["cd"], "a split may have any name"

@@ -55,7 +55,7 @@ def test_numbers_are_those_of_kubectl(text, value):
 def test_a_key_that_is_written_twice_is_refused(tmp_path, text):
     (tmp_path / "job.yaml").write_text(text)
     with pytest.raises(UserError, match=r"job\.yaml: cannot be read: .*'b' is written twice"):
-        read_document(tmp_path / "job.yaml", "Mend it.")
+        read_document(tmp_path / "job.yaml", "Fix it.")
 
 
 def test_a_key_that_overrules_a_merged_one_is_written_once():
@@ -65,9 +65,9 @@ def test_a_key_that_overrules_a_merged_one_is_written_once():
 def test_what_is_wrong_is_said_in_one_line_with_the_place(tmp_path):
     (tmp_path / "job.yaml").write_text("a: 1\nb: [1,\nc: }\n")
     with pytest.raises(
-        UserError, match=r"job\.yaml: cannot be read: .* \(line 3\)\. Mend it\.$"
+        UserError, match=r"job\.yaml: cannot be read: .* \(line 3\)\. Fix it\.$"
     ) as no:
-        read_document(tmp_path / "job.yaml", "Mend it.")
+        read_document(tmp_path / "job.yaml", "Fix it.")
     assert "\n" not in str(no.value)
     with pytest.raises(UserError, match=r"none: cannot be read: No such file or directory\. "):
         read_document(tmp_path / "none", "Name another.")
@@ -77,12 +77,12 @@ def test_what_is_wrong_is_said_in_one_line_with_the_place(tmp_path):
 def test_what_is_not_one_object_is_refused(tmp_path, text):
     (tmp_path / "job.yaml").write_text(text)
     with pytest.raises(UserError):
-        read_document(tmp_path / "job.yaml", "Mend it.")
+        read_document(tmp_path / "job.yaml", "Fix it.")
 
 
 def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
     (tmp_path / "job.json").write_text(json.dumps({"a": 1}), encoding="utf-8-sig")
-    assert read_document(tmp_path / "job.json", "Mend it.") == {"a": 1}
+    assert read_document(tmp_path / "job.json", "Fix it.") == {"a": 1}
 
 
 def test_a_job_is_the_same_in_what_the_agent_writes_and_in_a_manifest(tmp_path):

@@ -100,5 +100,5 @@ def test_a_rate_limit_spreads_pieces_evenly_and_saves_nothing_up():
 
 def test_biases_of_layers_that_take_turns_are_not_trained():
     check_turns(["layers.0.q_proj.lora_A.default.weight"])
-    with pytest.raises(UserError, match="read anew at each visit"):
+    with pytest.raises(UserError, match="read again at each visit"):
         check_turns(["layers.0.q_proj.base_layer.bias"])

@@ -45,7 +45,7 @@ def test_of_each_kind_the_newest_is_kept_in_order():
 
 def test_what_the_operator_knows_of_is_forgotten_and_other_jobs_stay():
     outbox = filled(("a", 1, Event.REJECTED), ("a", 2, Event.STARTED), ("b", 1, Event.STARTED))
-    outbox.placed_anew("a", 2)
+    outbox.placed_again("a", 2)
     assert kept_of(outbox) == [("a", 2, "STARTED"), ("b", 1, "STARTED")]
     outbox.forget("a", 2)
     assert kept_of(outbox) == [("b", 1, "STARTED")]

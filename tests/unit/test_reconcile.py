@@ -263,7 +263,7 @@ def test_an_error_of_the_user_is_final_at_once():
     life = Life().placed()
     life.step(run(RunState.FAILED, reason="DatasetInvalid", detail="row 17", user_error=True))
     assert life.condition("Failed")["reason"] == "DatasetInvalid"
-    told = "row 17. Mend it in a new job: one that has failed does not run again."
+    told = "row 17. Fix it in a new job: one that has failed does not run again."
     assert life.condition("Failed")["message"] == told
     assert "userError" not in life.job.status
 

@@ -169,7 +169,7 @@ def test_periods(text, period):
 
 @pytest.mark.parametrize("text", ["", "7", "d", "-1d", "0h", "7 years"])
 def test_what_is_no_period_is_refused(text):
-    with pytest.raises(UserError, match="is no period"):
+    with pytest.raises(UserError, match="is not a period"):
         parse_period(text)
 
 
@@ -230,7 +230,7 @@ def no_prometheus():
 
 
 def test_what_is_no_prometheus_is_told_from_one_that_does_not_answer(no_prometheus):
-    with pytest.raises(UserError, match="is no Prometheus"):
+    with pytest.raises(UserError, match="is not a Prometheus server"):
         from_prometheus(no_prometheus, NOW, NOW, None)
     with pytest.raises(Transient):
         from_prometheus("http://127.0.0.1:1", NOW, NOW, None)

@@ -219,7 +219,7 @@ def test_hooks_wrap_a_method_as_sglangs_registry_would(stock):
 
 def test_what_is_no_method_is_refused_and_nothing_is_hooked(stock):
     original = stock.add
-    with pytest.raises(InvariantBroken, match=r"stock\.Counter\.limit is no plain method"):
+    with pytest.raises(InvariantBroken, match=r"stock\.Counter\.limit is not a plain method"):
         hooking.put(
             around={"stock.Counter.add": lambda *_: 0},
             before={"stock.Counter.limit": lambda *_: None},

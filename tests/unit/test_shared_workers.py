@@ -21,7 +21,7 @@ class Outbox:
     async def add(self, event):
         self.events.append(event)
 
-    def placed_anew(self, uid, epoch):
+    def placed_again(self, uid, epoch):
         pass
 
 

@@ -35,7 +35,7 @@ def _pattern(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise invalid(f"{text!r} is no regular expression: {error}", "Mend it.") from error
+        raise invalid(f"{text!r} is not a regular expression: {error}", "Fix it.") from error
     return text
 
 

@@ -81,14 +81,14 @@ _VALUE_MAX: Final = 63
 
 def _label_key(key: str) -> str:
     if len(key) > _KEY_MAX or not re.fullmatch(LABEL_KEY_PATTERN, key):
-        raise invalid(f"{key!r} is no label key", "Write it like app or example.com/app.")
+        raise invalid(f"{key!r} is not a label key", "Write it like app or example.com/app.")
     return key
 
 
 def _label_value(value: str) -> str:
     if len(value) > _VALUE_MAX or not re.fullmatch(LABEL_VALUE_PATTERN, value):
         raise invalid(
-            f"{value!r} is no label value",
+            f"{value!r} is not a label value",
             "Write at most 63 letters, digits, - _ and . between letters or digits.",
         )
     return value
@@ -137,7 +137,7 @@ class SelectorRequirement(Record):
     def _values_where_they_are_read(self) -> Self:
         if (self.operator in ("In", "NotIn")) != bool(self.values):
             raise invalid(
-                f"{self.operator} with {len(self.values)} values is no selector",
+                f"{self.operator} with {len(self.values)} values is not a selector",
                 "In and NotIn need values, Exists and DoesNotExist take none.",
             )
         return self
@@ -152,7 +152,7 @@ class LabelSelector(Record):
                 cel(
                     "!has(self.matchLabels) || self.matchLabels.all(key, "
                     f"key.matches(r'{LABEL_KEY_PATTERN}'))",
-                    "matchLabels holds a key that is no label key",
+                    "matchLabels holds a key that is not a label key",
                 )
             ]
         }

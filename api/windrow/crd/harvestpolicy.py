@@ -66,7 +66,7 @@ class HarvestHours:
         self.days = _days_of(words.pop(0)) if words[0][0].isalpha() else frozenset(range(7))
         begin, end = words[0].split("-")
         if begin == end:
-            raise ValueError("begin and end are the same, so it is no interval")
+            raise ValueError("begin and end are the same, so it is not an interval")
         self.begin = time.fromisoformat(begin)
         self.end = time() if end == "24:00" else time.fromisoformat(end)
         zone = words[1] if words[1:] else ""
@@ -165,7 +165,7 @@ class ObjectiveSpec(Record):
     def _within_reason(cls, tpot: timedelta) -> timedelta:
         if not _SHORTEST_TPOT <= tpot <= _LONGEST_TPOT:
             raise invalid(
-                f"{format_duration(tpot)} is no time per output token",
+                f"{format_duration(tpot)} is not a time per output token",
                 "Write one between 100us and 1m, like 40ms.",
             )
         return tpot
@@ -175,7 +175,7 @@ class ObjectiveSpec(Record):
     def _a_bound(cls, bound: timedelta | None) -> timedelta | None:
         if bound is not None and not _SHORTEST_DEFERRAL <= bound <= _LONGEST_DEFERRAL:
             raise invalid(
-                f"{format_duration(bound)} is no time that a request may be held back",
+                f"{format_duration(bound)} is not a time that a request may be held back",
                 "Write one between 1ms and 1m, like 400ms, or leave it out.",
             )
         return bound
@@ -199,7 +199,7 @@ class LimitsSpec(Record):
                     "!has(self.hours) || self.hours.all(h, "
                     "h.substring(h.indexOf(':') - 2, h.indexOf(':') + 3) != "
                     "h.substring(h.indexOf(':') + 4, h.indexOf(':') + 9))",
-                    "hours that begin when they end are no interval: leave hours out for always",
+                    "hours begin when they end: leave hours out for always",
                 ),
             ]
         }
@@ -373,7 +373,7 @@ class ClaimSource(Record):
 def _absolute(path: str) -> str:
     if not re.fullmatch(PATH_PATTERN, path) or posixpath.normpath(path) != path:
         raise invalid(
-            f"{path!r} is no absolute path as Kubernetes mounts it",
+            f"{path!r} is not an absolute path as Kubernetes mounts it",
             "Write it like /data/rows: from the root, without . or .., : or a slash at the end.",
         )
     return path

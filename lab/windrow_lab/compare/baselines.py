@@ -2,7 +2,7 @@
 
 Taken once for a machine and job, before any load is played:
 
-- how fast the machine is in quiet moments (`windrow_lab.compare.pace`);
+- how fast the machine is in quiet moments (`windrow_lab.machine.pace`);
 - the best plain PEFT loop alone on the device, of a small set that is tried (`TRIED`);
 - what a plain loop holds of its own (weights, activations, gradients, optimizer), and what our
   worker holds outside of the arena: its intermediates; frozen weights are decode's own.
@@ -26,7 +26,7 @@ import psutil
 from windrow_lab.cluster import serving
 from windrow_lab.cluster.manifests import NAMESPACE
 from windrow_lab.compare.arms import TrainerProgress, folder_of
-from windrow_lab.compare.pace import MachinePace
+from windrow_lab.machine.pace import MachinePace
 from windrow_lab.demo import measure
 from windrow_lab.demo import run as demo
 from windrow_lab.demo.measure import LoopForm

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from windrow.errors import WindrowError
 from windrow_lab.compare.arms import AGAIN, ALONE, Arm, ComparisonSession, SegmentFigures
-from windrow_lab.compare.pace import SLOWER
+from windrow_lab.machine.pace import SLOWER
 from windrow_lab.figures.paired import Interval, ahead_of_all, differences, interval_of
 
 WORSE = 0.003  # of the steps

@@ -33,7 +33,7 @@ from windrow_lab.compare.arms import (
     Segment,
     folder_of,
 )
-from windrow_lab.compare.pace import SLOWER, MachinePace
+from windrow_lab.machine.pace import SLOWER, MachinePace
 from windrow_lab.demo import measure
 from windrow_lab.demo import run as demo
 from windrow_lab.figures.paired import order_of

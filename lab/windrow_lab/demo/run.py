@@ -26,9 +26,10 @@ from windrow_lab.cluster import manifests, serving
 from windrow_lab.cluster.local import ClusterSettings, LocalCluster
 from windrow_lab.cluster.manifests import NAMESPACE
 from windrow_lab.demo import measure
+from windrow_lab.demo.disturbance import MachineSample, disturbances
 from windrow_lab.demo.watcher import Watcher
 from windrow_lab.figures.report import adapter_path, rows_of, write_report
-from windrow_lab.figures.summary import PODS, Events, run_log, summarize
+from windrow_lab.figures.summary import DEDICATED, PODS, Events, run_log, summarize
 from windrow_lab.load import generator
 from windrow_lab.load.client import schedule, share_of
 from windrow_lab.load.objective import (
@@ -117,6 +118,7 @@ class DemoStage:
     rows: Path
     log_dir: Path
     environment: dict[str, Any]
+    before: MachineSample
     rate: float = 1.0
     _doing: str = field(default="starting")
 
@@ -188,6 +190,7 @@ def stage(settings: DemoSettings, console: Console) -> Iterator[DemoStage]:
     """Check the input, start a control plane with operator and node, and end all of it."""
     before = environment()
     held = devices(usable_cores(), settings.pods)
+    sampled = MachineSample.take(usable_cores())
     if held[0].oversubscribed:
         console.print(f"{len(held)} pods share the cores of fewer devices: figures mean nothing")
     # Made here only to refuse a bad rate, length or trace before anything starts.
@@ -231,6 +234,7 @@ def stage(settings: DemoSettings, console: Console) -> Iterator[DemoStage]:
             rows=rows,
             log_dir=log_dir,
             environment=before,
+            before=sampled,
         )
         with watcher, _explained(on):
             yield on
@@ -421,6 +425,14 @@ def conclude(on: DemoStage, job: JobView, objective: Objective) -> dict[str, Any
     summary["adapter"] = {"path": job.adapter_path}
     summary["objective"] = objective.told(settings.factor)
     summary["environment"] = on.environment
+    cores = usable_cores()
+    summary["disturbances"] = disturbances(
+        on.before,
+        MachineSample.take(cores),
+        Events.read(settings.out / DEDICATED).tasklets,
+        cores=len(cores),
+        oversubscribed=on.devices[0].oversubscribed,
+    )
     summary["run"] = {
         "seconds": settings.seconds,
         "rate": on.rate,

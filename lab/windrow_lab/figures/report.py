@@ -243,7 +243,10 @@ def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the figures of a summary with their labels, for people."""
     serving, harvest, job = summary["serving"], summary["harvest"], summary["job"]
     tpot = serving["tpot_ms"]
+    # A run of an earlier release has not looked.
+    disturbed = " ".join(summary.get("disturbances", ()))
     return [
+        *([("These figures mean nothing: the machine was busy", disturbed)] if disturbed else []),
         ("Job", f"{job.get('phase', 'unknown')}, {job['steps']} steps"),
         (
             "Training loss",

@@ -101,10 +101,10 @@ def _rows(path: Path, table: csv.DictReader[str]) -> Iterator[TraceRequest]:
             raise UserError(
                 f"not a line of {','.join(columns)}: {e}",
                 field=where,
-                remedy="Mend or remove the line.",
+                remedy="Fix or remove the line.",
             ) from e
         if request.prompt_tokens < 0 or request.output_tokens < 0:
-            raise UserError("a token count below 0", field=where, remedy="Mend or remove the line.")
+            raise UserError("a token count below 0", field=where, remedy="Fix or remove the line.")
         if request.at_s < 0:
             raise UserError(
                 f"its time is {request.at_s:g} s", field=where, remedy="Times are not negative."

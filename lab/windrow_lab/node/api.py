@@ -55,7 +55,7 @@ class Api:
             authority = base64.b64decode(cluster["certificate-authority-data"]).decode()
         except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
             raise UserError(
-                f"{path} is no kubeconfig with a token and an embedded authority: {error!r}",
+                f"{path} is not a kubeconfig with a token and an embedded authority: {error!r}",
                 field="kubeconfig",
                 remedy="Use the file that the local control plane writes.",
             ) from error

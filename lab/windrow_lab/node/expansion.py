@@ -148,7 +148,7 @@ def quantity(text: str) -> float:
     """Return a Kubernetes quantity (`1500m`, `2Gi`) as a number of base units."""
     match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)", text)
     if match is None or match.group(2) not in _UNITS:
-        raise ConfigError(f"{text!r} is no quantity")
+        raise ConfigError(f"{text!r} is not a quantity")
     return float(match.group(1)) * _UNITS[match.group(2)]
 
 
@@ -187,6 +187,6 @@ def parse_cpus(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
-            raise ConfigError(f"{text!r} is no list of CPUs such as '0,2-3'", field="cpuset")
+            raise ConfigError(f"{text!r} is not a list of CPUs such as '0,2-3'", field="cpuset")
         cpus.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(cpus))

@@ -127,7 +127,7 @@ def _niceness(text: str) -> int:
         nice = -1
     # Below zero would need rights that a node need not have.
     if not 0 <= nice <= 19:
-        raise ConfigError(f"{text!r} is no niceness from 0 to 19", field=ANNOTATION_NICE)
+        raise ConfigError(f"{text!r} is not a niceness from 0 to 19", field=ANNOTATION_NICE)
     return nice
 
 

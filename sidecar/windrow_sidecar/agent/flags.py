@@ -213,7 +213,7 @@ class _Flags:
 def _port(text: str) -> int:
     if not text.isdigit():
         raise UserError(
-            f"{text!r} is no port",
+            f"{text!r} is not a port",
             field=ENV_METRICS_PORT,
             remedy="Give 0 (any free one) to 65535.",
         )
@@ -223,7 +223,7 @@ def _port(text: str) -> int:
 def _jobs(text: str) -> int:
     if not text.isdigit():
         raise UserError(
-            f"{text!r} is no number of jobs",
+            f"{text!r} is not a number of jobs",
             field=ENV_MAX_JOBS,
             remedy="Give 1 for one job at a time, or how many may take turns.",
         )
@@ -250,7 +250,7 @@ def _copy_rate(text: str) -> int | None:
         rate = 0
     if rate < 1:
         raise UserError(
-            f"{text!r} is no rate in bytes a second",
+            f"{text!r} is not a rate in bytes a second",
             field=ENV_COPY_RATE,
             remedy="Write it like 512Mi or 2Gi, or leave it out for no limit.",
         )

@@ -170,7 +170,7 @@ class GpuSharing:
             await asyncio.to_thread(daemon.stop)
 
     async def end_client(self, pid: int) -> None:
-        """End the GPU work of a worker that is about to be killed; nothing where it is no client.
+        """End the GPU work of a worker that is about to be killed; only of a client.
 
         What a client of MPS leaves running when it is killed may take decode's context along.
         """

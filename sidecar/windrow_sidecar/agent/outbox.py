@@ -39,7 +39,7 @@ class EventOutbox:
         """The operator has heard of this run's end, and so of everything before."""
         self._kept = {key: kept for key, kept in self._kept.items() if key[:2] != (job_uid, epoch)}
 
-    def placed_anew(self, job_uid: str, epoch: int) -> None:
+    def placed_again(self, job_uid: str, epoch: int) -> None:
         """The operator has placed the job again: earlier placements are over for it."""
         self._kept = {
             key: kept for key, kept in self._kept.items() if key[0] != job_uid or key[1] >= epoch

@@ -138,7 +138,7 @@ async def _first(requests: AsyncIterator[R], context: grpc.aio.ServicerContext) 
     """The hello; ends the stream when there is none or it speaks another protocol."""
     first = await anext(aiter(requests), None)
     if first is None or first.WhichOneof("message") != "hello":
-        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the first message is no hello")
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the first message is not a hello")
         raise ConnectionAbortedError
     spoken = first.hello.protocol_version
     if spoken != PROTOCOL_VERSION:

@@ -62,13 +62,13 @@ class AgentSettings:
             )
         if not 0 <= self.metrics_port < 65536:
             raise UserError(
-                f"{self.metrics_port} is no port",
+                f"{self.metrics_port} is not a port",
                 field=ENV_METRICS_PORT,
                 remedy="Give 0 (any free one) to 65535.",
             )
         if self.max_jobs < 1:
             raise UserError(
-                f"{self.max_jobs} is no number of jobs",
+                f"{self.max_jobs} is not a number of jobs",
                 field=ENV_MAX_JOBS,
                 remedy="Give 1 for one job at a time, or how many may take turns.",
             )

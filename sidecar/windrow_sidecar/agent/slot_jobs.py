@@ -104,7 +104,7 @@ class SlotJobs:
         return (job_uid, epoch) in self._coming or self.find(job_uid, epoch) is not None
 
     async def _place(self, assign: attach_pb2.Assign) -> None:
-        self._outbox.placed_anew(assign.job_uid, assign.epoch)
+        self._outbox.placed_again(assign.job_uid, assign.epoch)
         if refusal := self._refusal(assign):
             await self._reject(assign, *refusal)
             return

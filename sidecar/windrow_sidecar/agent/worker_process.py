@@ -59,7 +59,7 @@ def write_job(settings: AgentSettings, assign: attach_pb2.Assign) -> Path:
 
     Raises:
         OSError: it cannot be written.
-        ValueError: the spec is no JSON.
+        ValueError: the spec is not JSON.
     """
     folder = settings.run_dir.job_dir(assign.job_uid)
     folder.mkdir(parents=True, exist_ok=True)

@@ -287,7 +287,7 @@ def _first_line(child: _Child) -> str:
 
 
 def _be_a_client() -> None:
-    """Have a context until stdin ends; say why it is no client of the daemon."""
+    """Have a context until stdin ends; say why it is not a client of the daemon."""
     lack = find_mps_lack(GPU, os.environ)
     print(lack.text if lack else "", flush=True)
     sys.stdin.read()

@@ -141,7 +141,7 @@ class MpsDaemon:
         }
 
     def find_client(self, pid: int, *, shares_namespace: bool) -> MpsClient | None:
-        """Return a process as its server reports it; None: it is no client, or not known for one.
+        """Return a process as its server reports it; None: not a client, or not known as one.
 
         Two PID namespaces may use one number for two processes, of which one may be decode's. So
         the number alone counts only where the daemon shares this process's namespace; else the

@@ -121,7 +121,7 @@ def green_missing(driver: str) -> str:
 
 
 def find_mps_lack(driver: str, environ: Mapping[str, str]) -> Lack | None:
-    """Say why this process is no client of the daemon that its environment names; None: it is.
+    """Say why this process is not a client of the daemon that its environment names; None: it is.
 
     Args:
         driver: of the GPU; this process has a context on it from now on.

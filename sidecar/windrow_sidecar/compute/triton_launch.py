@@ -63,7 +63,7 @@ def lacks() -> list[str]:
     if compiler is None and not (shutil.which("gcc") or shutil.which("clang")):
         missing.append("there is no C compiler")
     if compiler is not None and not shutil.which(compiler):
-        missing.append(f"CC names {compiler!r}, which is no program")
+        missing.append(f"CC names {compiler!r}, which is not a program")
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         missing.append("there is no Python.h (Debian: python3-dev)")
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")

@@ -59,7 +59,7 @@ def _named(said: str) -> int | None:
         return None
     if not said.isdecimal() or int(said) >= MOST_SLOTS:
         raise UserError(
-            f"{said!r} is no slot of a pod",
+            f"{said!r} is not a slot of a pod",
             field=ENV_SLOT,
             remedy=f"Give 0 to {MOST_SLOTS - 1}, another one to each engine of the pod.",
         )

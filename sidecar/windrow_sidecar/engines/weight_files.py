@@ -126,7 +126,7 @@ def read_header(path: Path, *, field: str = MODEL_FIELD) -> Header:
         tensors.pop("__metadata__", None)
         ends = [int(at["data_offsets"][1]) for at in tensors.values()]
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise unusable(f"{path} is no safetensors file", field=field) from error
+        raise unusable(f"{path} is not a safetensors file", field=field) from error
     begin = _LENGTH_BYTES + length
     if (wanted := begin + max(ends, default=0)) > n_bytes:
         raise unusable(f"{path} is cut short: it has {n_bytes} of {wanted} bytes", field=field)
@@ -146,7 +146,7 @@ def _weight_map(index: Path, field: str) -> dict[str, str]:
             {shard for shard in shards.values() if not (index.parent / shard).is_file()}
         )
     except (OSError, ValueError, TypeError, LookupError) as error:
-        raise unusable(f"{index} is no index of shards", field=field) from error
+        raise unusable(f"{index} is not an index of shards", field=field) from error
     if missing:
         more = f" and {len(missing) - 1} more of its shards" if missing[1:] else ""
         raise unusable(

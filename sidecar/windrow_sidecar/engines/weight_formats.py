@@ -249,7 +249,7 @@ def _eight_bits(
         raise at.no_codec(f"{module}.weight in E5M2")
     for module, shape in at.named("weight", ("F8_E4M3",)):
         if len(shape) != 2:
-            raise at.refused(f"{module}.weight has shape {list(shape)}, which is no matrix")
+            raise at.refused(f"{module}.weight has shape {list(shape)}, which is not a matrix")
         weight = f"{module}.weight"
         scales = at.part(weight, *_scale_names(weight, block))
         allowed = _grids(shape, block, others)
@@ -324,7 +324,7 @@ def _matrices(
 ) -> Iterator[tuple[str, tuple[int, int]]]:
     for module, shape in at.named(last, dtypes):
         if len(shape) != 2 or not prod(shape):
-            raise at.refused(f"{module}.{last} has shape {list(shape)}, which is no matrix")
+            raise at.refused(f"{module}.{last} has shape {list(shape)}, which is not a matrix")
         yield module, (shape[0], shape[1])
 
 

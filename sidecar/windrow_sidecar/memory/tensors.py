@@ -34,7 +34,7 @@ def arena_tensor(
 
 def _require_aligned(offset: int, dtype: torch.dtype) -> None:
     if offset % dtype.itemsize:
-        raise ValueError(f"offset {offset} is no multiple of {dtype.itemsize}, the size of {dtype}")
+        raise ValueError(f"offset {offset} is not a multiple of {dtype.itemsize} bytes ({dtype})")
 
 
 def kv_tensor(arena: Arena, layer: int, dtype: torch.dtype, *, value: bool) -> torch.Tensor:

@@ -77,13 +77,13 @@ def make_terms(
     ):
         if not least <= number <= 100:
             raise UserError(
-                f"{number:g} is no percentage from {least} to 100",
+                f"{number:g} is not a percentage from {least} to 100",
                 field=field,
                 remedy=f"Give a number from {least} to 100.",
             )
     if not 0 <= deferral_seconds <= 60:
         raise UserError(
-            f"{deferral_seconds} s is no time that a request may be held back",
+            f"{deferral_seconds} s is not a time that a request may be held back",
             field="spec.objective.deferralBound",
             remedy="Give one between 1ms and 1m, for example 400ms, or leave it out.",
         )

@@ -206,7 +206,7 @@ def n_bytes(text: str) -> int:
     """Parse "131072", "128KiB", "192MiB" or "1GiB"."""
     match = re.fullmatch(r"(\d+)\s*([KMG]iB)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 131072, 128KiB or 1GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 131072, 128KiB or 1GiB")
     return int(match[1]) * _UNITS[(match[2] or "").upper()]
 
 
@@ -226,7 +226,7 @@ def _check(given: argparse.Namespace) -> None:
             reason="TensorParallelUnsupported",
         )
     if not 0 <= given.port <= 65535:
-        raise UserError(f"{given.port} is no port", field="--port", remedy="Use 1 to 65535.")
+        raise UserError(f"{given.port} is not a port", field="--port", remedy="Use 1 to 65535.")
     if not given.model_path.is_dir():
         raise UserError(
             f"{str(given.model_path)!r} is not a directory",

@@ -160,11 +160,11 @@ class HarvestHook:
             self._views.waiting_since_ns = 0
             grant = self._grants.newest
         else:
-            grant = self._decide_anew(facts, begin_ns)
+            grant = self._decide_again(facts, begin_ns)
         self._cost_ns = self._clock() - begin_ns
         return grant
 
-    def _decide_anew(self, facts: StepInput, now_ns: int) -> Grant:
+    def _decide_again(self, facts: StepInput, now_ns: int) -> Grant:
         self._judge(now_ns)
         self._prefilled = facts.prefill_tokens > 0 or facts.batch == 0
         if facts.admitted_tokens:

@@ -96,7 +96,7 @@ def transfer_guard_ns(environment: Mapping[str, str], args: Any) -> int:  # noqa
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
         raise UserError(
-            f"{text!r} is no number of seconds",
+            f"{text!r} is not a number of seconds",
             field=ENV_TRANSFER_GUARD,
             remedy="Write for how long a transfer that was given up may still write: 60.",
         )

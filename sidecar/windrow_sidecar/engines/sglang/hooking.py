@@ -32,7 +32,7 @@ def put(
     may return another result. None leaves things as they are.
 
     Raises:
-        InvariantBroken: one of them is no plain method of a class.
+        InvariantBroken: one of them is not a plain method of a class.
     """
     wrapped = []
     for hooks, wrap in ((around, _around), (before, _before), (after, _after)):
@@ -47,7 +47,7 @@ def _method(path: str) -> tuple[type, str]:
     parent, _, name = path.rpartition(".")
     owner = resolve_name(parent)
     if not inspect.isclass(owner) or not inspect.isfunction(inspect.getattr_static(owner, name)):
-        raise InvariantBroken(f"{path} is no plain method of a class of SGLang")
+        raise InvariantBroken(f"{path} is not a plain method of a class of SGLang")
     return owner, name
 
 

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 PROGRESS_EVERY_S = 1.0
 # The agent is our parent: it was there a moment ago, so a lost stream is tried again soon.
 RECONNECT_S = 0.5
-# The operator places a job anew when it has heard nothing of its sidecar for 20 s; by then the
+# The operator places a job again when it has heard nothing of its sidecar for 20 s; by then the
 # worker is to have written its checkpoint. The agent says every two seconds that it is there, and
 # silence is counted from the second look that misses it: the worker stops 14 s after its last word.
 SILENT_AFTER_S = 8.0

@@ -103,7 +103,7 @@ def in_time_only(sharing: Sharing) -> str:
 def gpu_partition(sharing: Sharing, driver: str, device: ComputeDevice) -> Partition:
     """Return a partition by SMs where the GPU is shared in space, else the whole GPU.
 
-    A decode that shares in space grants parts all the same, where only this process is no client of
+    A decode that shares in space grants parts also where only this process is not a client of
     MPS: the worker takes none of them, and waits for the whole (see `grants.GrantGate`).
     """
     if sharing.mode == "spatial":

@@ -291,7 +291,7 @@ def _of_split(paths: list[str], root: str, place: str, split: str) -> tuple[list
     if not wanted:
         named = sorted({s for s in splits.values() if s})
         raise UserError(
-            f"{split!r} is no split of {place}",
+            f"{split!r} is not a split of {place}",
             field="spec.dataset.split",
             remedy=f"Write one of {', '.join(named)}."
             if named

@@ -390,7 +390,7 @@ def check_turns(learns: Iterable[str]) -> None:
     own = (name for name in learns if ".modules_to_save." not in name)  # copies, which stay
     if any(name.endswith("bias") for name in own):
         raise UserError(
-            "layers take turns in memory, and their biases would be read anew at each visit",
+            "layers take turns in memory, and their biases would be read again at each visit",
             field="spec.adapter.lora.bias",
             remedy="Write none, or use a machine whose memory holds the model.",
         )
@@ -413,7 +413,7 @@ def packing_refused(stack: DecoderStack) -> str:
             hidden, calls = stack.record(ids, positions=positions)
             alone, _ = stack.record(ids[:, FIRST:])
         if not torch.allclose(hidden[:, FIRST:], alone, rtol=1e-2, atol=1e-3):
-            return "its positions do not begin anew with a row"
+            return "its positions do not start over with a row"
         for index, call in enumerate(calls):
             if sees_before(stack, index, hidden, call, FIRST):
                 return f"in layer {index} a row sees the one before it"

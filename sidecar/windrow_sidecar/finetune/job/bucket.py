@@ -87,13 +87,13 @@ def open_folder(job: JobSpec) -> JobFolder:
     return JobFolder(job.destination, job.uid, job.epoch, namespace=job.namespace)
 
 
-def open_own_folder(job: JobSpec, parent: int = 0, *, anew: bool = False) -> JobFolder:
+def open_own_folder(job: JobSpec, parent: int = 0, *, fresh: bool = False) -> JobFolder:
     """Return the folder of a job that a worker alone on a machine runs.
 
     Args:
         job: the job.
         parent: the process with whose end the worker ends; 0: there is none.
-        anew: True deletes what earlier runs left in a bucket, once it is claimed.
+        fresh: True deletes what earlier runs left in a bucket, once it is claimed.
 
     Raises:
         UserError: the job may not write there, or this worker has no client for it.
@@ -106,7 +106,7 @@ def open_own_folder(job: JobSpec, parent: int = 0, *, anew: bool = False) -> Job
         return folder
     url = path_of(place)
     system = _file_system(url, job.output_credentials)
-    return OwnBucketFolder(url, job.uid, system, job.destination.resolve(), parent, anew=anew)
+    return OwnBucketFolder(url, job.uid, system, job.destination.resolve(), parent, fresh=fresh)
 
 
 class BucketFolder(JobFolder):
@@ -360,7 +360,7 @@ class OwnBucketFolder(BucketFolder):
         url, job_uid, system: see `BucketFolder`.
         here: the directory on this machine for this bucket folder.
         parent: the process with whose end the worker ends; 0: there is none.
-        anew: True deletes what earlier runs left in the bucket, once it is claimed.
+        fresh: True deletes what earlier runs left in the bucket, once it is claimed.
     """
 
     _credentials: ClassVar[str] = _BY_ENVIRONMENT
@@ -373,10 +373,10 @@ class OwnBucketFolder(BucketFolder):
         here: Path,
         parent: int = 0,
         *,
-        anew: bool = False,
+        fresh: bool = False,
     ) -> None:
         super().__init__(url, job_uid, 0, system, here=here, parent=parent)
-        self._anew = anew
+        self._fresh = fresh
 
     def claim(
         self,
@@ -408,12 +408,12 @@ class OwnBucketFolder(BucketFolder):
         with self._asking():
             self.epoch = 1 + max((int(name) for name in self._list("epochs")), default=0)
         super().claim(waits_for, alive)
-        if self._anew:
+        if self._fresh:
             self.forget_checkpoints()
             self.checkpoints.mkdir(exist_ok=True)
 
     def _begun_anywhere(self, now: datetime) -> datetime:
-        if self._anew:
+        if self._fresh:
             self._system.pipe_file(f"{self._url}/{BEGUN}", now.isoformat().encode())
         return super()._begun_anywhere(now)
 
@@ -423,7 +423,7 @@ class OwnBucketFolder(BucketFolder):
     def _fetch_figures(self) -> None:
         """Fetch the figures of all machines from the bucket, unless the run starts over."""
         (self.root / METRICS_FILE).unlink(missing_ok=True)
-        if not self._anew:
+        if not self._fresh:
             super()._fetch_figures()
 
 

@@ -264,7 +264,7 @@ class Ledger:
         kept = ""
         if self._forgets:
             try:
-                # In this order: who finds neither checkpoint nor note would begin anew.
+                # In this order: who finds neither checkpoint nor note would start over.
                 self._folder.complete(done)
                 self._folder.forget_checkpoints()
             except OSError as error:

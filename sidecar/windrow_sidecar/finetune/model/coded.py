@@ -391,7 +391,7 @@ def install(model: nn.Module, coded: Mapping[str, CodedTensor], dtype: torch.dty
         if type(module) is not nn.Linear or last != "weight":
             raise unusable(
                 f"{name} is stored as {tensor.codec} codes, and belongs to a "
-                f"{type(module).__name__}, which is no linear layer",
+                f"{type(module).__name__}, which is not a linear layer",
                 PLAIN_REMEDY,
             )
         _put(model, path, CodedLinear(tensor, module.bias, dtype))

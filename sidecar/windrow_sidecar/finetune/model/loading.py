@@ -181,7 +181,7 @@ def _from_hub(name: str, revision: str) -> Path:
         )
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         problem = (
-            f"{name!r} is no directory, and the Hub has no {name!r} at {revision}, or hides it"
+            f"{name!r} is not a directory, and the Hub has no {name!r} at {revision}, or hides it"
         )
         raise _not_found(problem) from error
     except Exception as error:
@@ -189,8 +189,8 @@ def _from_hub(name: str, revision: str) -> Path:
             raise
         said = redacted(" ".join(str(error).split()).rstrip("."))
         if answers_later(error):
-            raise ModelSilent(f"{name!r} is no directory, and the Hub gave: {said}") from error
-        raise _not_found(f"{name!r} is no directory, and the Hub gave: {said}") from error
+            raise ModelSilent(f"{name!r} is not a directory, and the Hub gave: {said}") from error
+        raise _not_found(f"{name!r} is not a directory, and the Hub gave: {said}") from error
 
 
 def load_base(
@@ -286,7 +286,7 @@ def _check_kind(directory: Path, config: Any) -> None:  # noqa: ANN401
     parts = f" with {' and '.join(of)}" if of else ""
     if architecture is None or (of and architecture.config_class is type(config)):
         raise unusable(
-            f"{where}{parts}, which is no decoder-only language model",
+            f"{where}{parts}, which is not a decoder-only language model",
             DECODER_REMEDY,
         )
     halves = of or getattr(config, "is_encoder_decoder", False)
@@ -471,7 +471,7 @@ def _is_adapter(path: Path) -> UserError:
     except (OSError, ValueError, TypeError, LookupError):
         base = None
     return unusable(
-        f"{path} holds an adapter ({ADAPTER_CONFIG}), which is no base model",
+        f"{path} holds an adapter ({ADAPTER_CONFIG}), which is not a base model",
         f"Name the model that it was made for{f': {base}' if base else ''}.",
     )
 

@@ -110,7 +110,7 @@ class TokenDropout(nn.Module):
             return x
         keys = self._keys.tokens(x.device).reshape(*([-1] if x.dim() == 2 else x.shape[:-1]), 1)
         if keys.numel() != x.shape[:-1].numel():
-            raise ValueError(f"{tuple(x.shape)} is no activation of {keys.numel()} tokens")
+            raise ValueError(f"{tuple(x.shape)} is not an activation of {keys.numel()} tokens")
         dropped: Tensor = _Dropped.apply(x, keys, self.index, self.p)
         return dropped
 

@@ -56,7 +56,7 @@ def check_tensors(
     if missing:
         problems.append(f"it lacks {_some(sorted(missing))}")
     if extra := sorted(set(unexpected) - buffers):
-        problems.append(f"it holds {_some(extra)}, which is no tensor of this model")
+        problems.append(f"it holds {_some(extra)}, which is not a tensor of this model")
     if problems:
         raise unusable(
             f"{where} is not a whole {kind}{of_another}: {'; '.join(problems)}",
@@ -91,7 +91,7 @@ def check_types(
     }
     if found:
         why = (
-            f"which is no weight that {method} has"
+            f"which is not a weight that {method} has"
             if known
             else f"of which transformers makes no plain weights though config.json names {method}"
             if method

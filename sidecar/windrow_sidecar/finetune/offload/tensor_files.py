@@ -22,7 +22,7 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-# Of codes, and of scales that are no plain numbers.
+# Of codes, and of scales that are not plain numbers.
 _CODES = {
     "U8": torch.uint8,
     "I32": torch.int32,

@@ -54,7 +54,7 @@ def run_together(options: argparse.Namespace) -> int:
     units = take_units(device, options.units)
     jobs = [read_job(path, options.output) for path in options.job]
     check_apart(jobs)
-    together = Together(jobs, units, options.log_dir, device, options.parent, anew=options.fresh)
+    together = Together(jobs, units, options.log_dir, device, options.parent, fresh=options.fresh)
     return int(together.run())
 
 
@@ -88,7 +88,7 @@ class Together:
         log_dir: of the event logs; None: in each job's folder.
         device: that computes.
         parent: the process with whose end they stop; 0: there is none.
-        anew: True forgets what earlier runs left in a bucket.
+        fresh: True forgets what earlier runs left in a bucket.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class Together:
         device: ComputeDevice,
         parent: int = 0,
         *,
-        anew: bool = False,
+        fresh: bool = False,
     ) -> None:
-        self._anew = anew
+        self._fresh = fresh
         self._jobs, self._log_dir, self._device = jobs, log_dir, device
         self._parent, self._loading = parent, True
         self._estimates = Estimates()
@@ -172,7 +172,7 @@ class Together:
     def _job_handle(
         self, n: int, job: JobSpec, base: BaseModel, reporter: LineReporter, events: EventLog
     ) -> JobHandle:
-        folder = open_own_folder(job, self._parent, anew=self._anew)
+        folder = open_own_folder(job, self._parent, fresh=self._fresh)
         job_state = self._standings[n]
 
         def waits_for(who: str) -> None:

@@ -125,7 +125,7 @@ class Checkpoint:
             raise UserError(
                 f"cannot resume from {self.path}: {differs.problem}",
                 field=differs.field,
-                remedy=f"{differs.remedy}, or delete {_job_of(self.path)} and start anew.",
+                remedy=f"{differs.remedy}, or delete {_job_of(self.path)} and start again.",
                 reason=Reason.CHECKPOINT_MISMATCH,
             )
 

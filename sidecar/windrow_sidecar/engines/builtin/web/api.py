@@ -67,7 +67,7 @@ def parse_body(raw: Any) -> CompletionBody:  # noqa: ANN401 - whatever JSON a cl
         first = max(invalid.errors(), key=lambda error: len(error["loc"]))
         field = ".".join(str(part) for part in first["loc"] if part not in _UNION_ARMS)
         raise UserError(
-            first["msg"], field=field, remedy="Mend the field, or leave it out."
+            first["msg"], field=field, remedy="Fix the field, or leave it out."
         ) from invalid
 
 
@@ -78,7 +78,7 @@ def check_source(body: CompletionBody, *, disaggregated: bool) -> None:
     """Refuse KV from elsewhere where none can arrive. Raises UserError."""
     if body.kv_arrives and not disaggregated:
         raise UserError(
-            "names a prefill instance, but this is no decode instance",
+            "names a prefill instance, but this is not a decode instance",
             field="bootstrap_host" if body.bootstrap_host is not None else "bootstrap_room",
             remedy="Leave it out, or start the engine with --disaggregation-mode decode.",
         )
