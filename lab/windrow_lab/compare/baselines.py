@@ -26,11 +26,11 @@ import psutil
 from windrow_lab.cluster import serving
 from windrow_lab.cluster.manifests import NAMESPACE
 from windrow_lab.compare.arms import TrainerProgress, folder_of
-from windrow_lab.machine.pace import MachinePace
 from windrow_lab.demo import measure
 from windrow_lab.demo import run as demo
 from windrow_lab.demo.measure import LoopForm
 from windrow_lab.figures.summary import Events
+from windrow_lab.machine.pace import MachinePace
 
 DECODE_KEEPS = 0.6
 TRIED: dict[str, LoopForm] = {

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from windrow.errors import WindrowError
 from windrow_lab.compare.arms import AGAIN, ALONE, Arm, ComparisonSession, SegmentFigures
-from windrow_lab.machine.pace import SLOWER
 from windrow_lab.figures.paired import Interval, ahead_of_all, differences, interval_of
+from windrow_lab.machine.pace import SLOWER
 
 WORSE = 0.003  # of the steps
 _MEDIANS = (

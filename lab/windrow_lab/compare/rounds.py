@@ -33,11 +33,11 @@ from windrow_lab.compare.arms import (
     Segment,
     folder_of,
 )
-from windrow_lab.machine.pace import SLOWER, MachinePace
 from windrow_lab.demo import measure
 from windrow_lab.demo import run as demo
 from windrow_lab.figures.paired import order_of
 from windrow_lab.machine.devices import Device
+from windrow_lab.machine.pace import SLOWER, MachinePace
 
 # libgomp spins 300,000 rounds before it sleeps when nothing is set; the engine asks for sleep, so
 # the naive arm sets decode back to what a plain server would have.
