@@ -142,7 +142,7 @@ OURS = "windrow"
 
 
 @dataclass(frozen=True)
-class Standing:
+class LoadOutcome:
     """Result of `windrow` on one load, beside the best other arm that held the objective too."""
 
     load: BenchmarkLoad
@@ -231,7 +231,7 @@ def document(path: Path, into: Path) -> None:
     for name in machines:
         found = {load: into / name / load.file for load in ALL}
         standings = [
-            Standing(load, json.loads(file.read_text()))
+            LoadOutcome(load, json.loads(file.read_text()))
             for load, file in found.items()
             if file.exists()
         ]
@@ -241,7 +241,7 @@ def document(path: Path, into: Path) -> None:
         _plot(standings, path.parent / "images" / f"comparison-{name}.svg")
 
 
-def _summary(standings: Sequence[Standing]) -> str:
+def _summary(standings: Sequence[LoadOutcome]) -> str:
     verdicts = [standing.verdict for standing in standings]
     said = [
         f"{len(standings)} of {len(ALL)} loads are played; `windrow` holds the objective on "
@@ -267,7 +267,7 @@ def _summary(standings: Sequence[Standing]) -> str:
     return " ".join(said)
 
 
-def _plot(standings: Sequence[Standing], to: Path) -> None:
+def _plot(standings: Sequence[LoadOutcome], to: Path) -> None:
     """Draw each load's shares of the dedicated rate: ours, and those as sure."""
     rows = {}
     for standing in standings:

@@ -44,7 +44,7 @@ What to rely on:
   in `_ratio` put each step in relation (to the objective, to the prediction), so slots with
   different objectives can be summed: `histogram_quantile(0.99, sum by (le)
   (rate(windrow_decode_tpot_objective_ratio_bucket[5m])))` above 1 says that the fleet breaks its
-  promise.
+  objective.
 - Labels of what a slot is (model, policy, device) stand on `windrow_slot_info` alone; join them
   with `* on (namespace, slot) group_left (model, policy) windrow_slot_info`.
 - Counters start at 0 with their process, as everywhere in Prometheus: use `rate` and `increase`.
@@ -141,7 +141,7 @@ It makes the operator (a Deployment, its Service, its rights, a disruption budge
 several replicas), the webhook's registration, and the definitions of the resources, which stay on
 uninstall. `helm test` asks the operator whether it serves. A value that is not in this table, or
 out of its range, is refused. [What a reviewer looks for](../../../docs/operations/chart-review.md)
-stands with the test that holds it.
+is listed with the test that holds it.
 
 | value | default | meaning |
 |---|---|---|

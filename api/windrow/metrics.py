@@ -263,7 +263,7 @@ HARVESTABLE: Final = _of_slot(
     "windrow_harvestable_tokens_per_second",
     _GAUGE,
     "tokens per second",
-    "Finetune tokens a second that a worker would get here now; what mode `observe` promises.",
+    "Finetune tokens a second that a worker would get here now; what mode `observe` predicts.",
 )
 
 # --- sidecar: workers and jobs --------------------------------------------------------------------
@@ -405,7 +405,7 @@ STALE_WORKERS: Final = _of_operator(
     "windrow_stale_workers_total",
     _COUNTER,
     "workers",
-    "Workers that were told to end: their epoch was over.",
+    "Workers that got an order to end: their epoch was over.",
 )
 
 # --- operator: sidecars ---------------------------------------------------------------------------
@@ -473,7 +473,7 @@ WATCH_MISSED: Final = _of_operator(
     "windrow_operator_watch_missed_total",
     _COUNTER,
     "objects",
-    "Objects of a kind that were found changed or gone before the watch told so.",
+    "Objects of a kind that were found changed or gone before the watch reported it.",
     "kind",
 )
 API_REQUESTS: Final = _of_operator(

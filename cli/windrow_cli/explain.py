@@ -99,7 +99,7 @@ def _only_in_the_pod(slot: str, namespace: str, at: str) -> UserError:
     where = f"-n {namespace} " if namespace else ""
     pod = slot.partition(".")[0]  # `POD.1` is its second device
     return UserError(
-        f"what was decided in {slot} lies in its pod",
+        f"the decisions of {slot} are in its pod",
         field="--around, --within",
         remedy=f"Ask there: kubectl exec {where}{pod} -c windrow -- windrow explain /run/windrow "
         f"--around {at}",

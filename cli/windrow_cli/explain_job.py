@@ -17,11 +17,11 @@ _ADVICE: Mapping[str, str] = {
     "NoSlot": "It is placed as soon as a slot can take it. Slots: windrow top.",
     "InvalidSpec": "Fix the spec in a new job.",
     "DestinationInUse": "Name another output.destination in a new job, or wait.",
-    "PriorityClassNotFound": "Create the PriorityClass; the job goes on by itself.",
+    "PriorityClassNotFound": "Create the PriorityClass; the job then goes on.",
     "BackOff": "A worker failed and is tried again; what it said: windrow logs {name} --worker.",
     "Suspended": "Resume it: set spec.suspend to false (kubectl edit ftj {name}).",
-    "Paused": "Decode needs the device. It goes on by itself; where it never does, give it slots "
-    "with more headroom.",
+    "Paused": "Decode needs the device. The job goes on when decode needs less; where it never "
+    "does, give it slots with more headroom.",
     "Silent": "Nothing to do yet: where the sidecar stays away, the job goes on elsewhere.",
     "BackoffLimitExceeded": "What the workers said: windrow logs {name} --worker. A new job begins "
     "again.",

@@ -148,7 +148,7 @@ class LeaderLease:
         try:
             await self._kube.replace(self._path, {**self._body, "spec": spec})
         except ApiError as error:
-            log.info("cannot release the Lease, so it expires by itself: %s", error)
+            log.info("cannot release the Lease, so it expires: %s", error)
 
     def _verb(self) -> str:
         return "renewed" if self.term else "read"

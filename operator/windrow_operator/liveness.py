@@ -60,5 +60,5 @@ class Liveness:
         if self._leads and now - self._stepped > STEPS_WITHIN_S:
             return f"steps are due, and none has ended for {now - self._stepped:.0f} s"
         if self._missed_in_a_row >= _STUCK_AFTER:
-            return f"the watches told nothing for {self._missed_in_a_row} comparisons"
+            return f"the watches reported nothing for {self._missed_in_a_row} comparisons"
         return ""

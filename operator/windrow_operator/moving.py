@@ -31,7 +31,7 @@ _FIRST_STAY, _LONGEST_STAY = timedelta(minutes=10), timedelta(hours=4)
 
 
 @dataclass(frozen=True, slots=True)
-class _Stay:
+class _Placement:
     """One stay of a job on a slot."""
 
     placed_at: datetime
@@ -90,13 +90,13 @@ def _better(job: Job, slots: SlotTable, now: datetime, taken: set[str]) -> tuple
         return None
     words = (
         f"decode leaves {rate(rate_here)} tok/s on {name_in(job.slot)} and for minutes "
-        f"{name_in(there.key)} has promised {rate(rate_there)}; loading takes "
+        f"{name_in(there.key)} has predicted {rate(rate_there)}; loading takes "
         f"{stay.loading.total_seconds():.0f} s"
     )
     return there.key, words
 
 
-def _stay_of(job: Job) -> _Stay | None:
+def _stay_of(job: Job) -> _Placement | None:
     """Return since when the job has its slot and how long it took to load; None: it has not yet."""
     conditions = job.status.get("conditions")
     placed, running = get_condition(conditions, T.PLACED), get_condition(conditions, T.RUNNING)
@@ -104,7 +104,7 @@ def _stay_of(job: Job) -> _Stay | None:
         return None
     at = datetime.fromisoformat(placed["lastTransitionTime"])
     loaded = datetime.fromisoformat(running["lastTransitionTime"])
-    return _Stay(at, max(timedelta(seconds=1), loaded - at))
+    return _Placement(at, max(timedelta(seconds=1), loaded - at))
 
 
 def _moves_of(job: Job) -> int:

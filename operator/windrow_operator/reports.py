@@ -95,7 +95,7 @@ def take_heartbeat(
     if said > most:
         if not live.overstates:
             log.warning(
-                "slot %s promises %.3g tokens a second, more than its hardware can do: cut to %.3g",
+                "slot %s reports %.3g tokens a second, more than its hardware can do: cut to %.3g",
                 *(live.key, said, most),
             )
         live.overstates = True

@@ -86,7 +86,7 @@ async def _read(
             raise
         raise refused(
             f"the operator may not read Secrets of namespace {namespace}",
-            "Whoever installs Windrow adds it to secrets.namespaces of the chart.",
+            "An administrator of Windrow adds it to secrets.namespaces of the chart.",
         ) from error
     if (body["metadata"].get("labels") or {}).get(LABEL) != "true":
         raise refused(

@@ -37,12 +37,12 @@ _DISCONNECTED = (
     "job needs its slot"
 )
 _RANKS = (
-    "Decode runs on {} ranks, of which none can lend memory by itself. Whoever deploys decode: run "
-    "an engine for each GPU instead (--tp-size 1), each is a slot"
+    "Decode runs on {} ranks, of which none can lend memory alone. Deploy an engine for each "
+    "GPU instead (--tp-size 1); each is then a slot"
 )
 _SHOW_IT = (
-    "Whoever owns the HarvestPolicy: on nodes of one tenant sidecar.gpuAccess: env; where decode "
-    "has its GPU by a ResourceClaim, sidecar.form: sidecar. Then let the pod be made again"
+    "In the HarvestPolicy set sidecar.gpuAccess: env on nodes of one tenant, or sidecar.form: "
+    "sidecar where decode has its GPU by a ResourceClaim. Then recreate the pod"
 )
 _NOT_IN_SPACE = (
     "The policy says sharing: spatial, and the GPU is shared in time: see the condition "
@@ -221,7 +221,7 @@ def readiness(view: Slot) -> tuple[Status, str, str]:
         return "False", Reason.BREAKER_OPEN, view.breaker
     if view.resting:
         return "False", Reason.RESTING, f"It rests {view.resting}"
-    cut = "; it promises more than its hardware can do, which is cut" if view.overstates else ""
+    cut = "; it reports a rate above its hardware, which is cut" if view.overstates else ""
     return "True", Reason.SERVING, f"The slot can take a job{cut}"
 
 

@@ -33,7 +33,7 @@ class JobTimes:
 
 
 @dataclass(slots=True, eq=False)
-class Stay:
+class SimulatedRun:
     """A job on a slot, from its assignment to its last word."""
 
     run: JobPlacement
@@ -106,7 +106,7 @@ class SimulatedSidecar:
     node: str
     share: GpuShare
     times: JobTimes
-    stays: list[Stay] = field(default_factory=list)
+    stays: list[SimulatedRun] = field(default_factory=list)
 
     def stop(self, uid: str, reason: str, now: datetime, now_s: float) -> None:
         """Save a checkpoint and end; what has not loaded yet ends at once."""
@@ -117,7 +117,7 @@ class SimulatedSidecar:
         stay.until_s = now_s if loads else now_s + self.times.save_s
         stay.run = replace(stay.run, stop_asked_at=now, stop_sent_at=now, stop_reason=reason)
 
-    def stay_of(self, uid: str) -> Stay | None:
+    def stay_of(self, uid: str) -> SimulatedRun | None:
         """Return a job's stay; None: it is not here."""
         return next((stay for stay in self.stays if stay.run.uid == uid), None)
 
@@ -145,7 +145,7 @@ class SimulatedSidecar:
         return {stay.run.uid for stay in self.stays if self._turn(stay, now, now_s)}
 
     @staticmethod
-    def _turn(stay: Stay, now: datetime, now_s: float) -> bool:
+    def _turn(stay: SimulatedRun, now: datetime, now_s: float) -> bool:
         """Bring a stay to where it is by now; return whether its state is another one."""
         before = after = stay.run.state
         over = now_s >= stay.until_s
@@ -166,7 +166,7 @@ class SimulatedSidecar:
         return after is not before
 
 
-def _progress(stay: Stay) -> WorkerProgress:
+def _progress(stay: SimulatedRun) -> WorkerProgress:
     return WorkerProgress(
         step=int(stay.done // STEP_TOKENS),
         total_steps=ceil(stay.tokens / STEP_TOKENS),

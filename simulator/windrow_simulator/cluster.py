@@ -31,7 +31,7 @@ from windrow_operator.preemption import victims
 from windrow_operator.reconcile import Actions, Timeouts, reconcile
 from windrow_operator.reports import smoothed_promise
 from windrow_operator.slot_table import SlotTable
-from windrow_simulator.agent import GpuShare, JobTimes, SimulatedSidecar, Stay
+from windrow_simulator.agent import GpuShare, JobTimes, SimulatedRun, SimulatedSidecar
 from windrow_simulator.decode import DecodeGpu
 from windrow_simulator.figures import JobFigures, PriorityFigures
 from windrow_simulator.traffic import JobArrival
@@ -251,7 +251,7 @@ class JobQueue:
                 )
                 self._looked.runs[job.uid] = run
                 at.stays.append(
-                    Stay(
+                    SimulatedRun(
                         *(run, _holder(job), each.tokens, each.saved),
                         until_s=now_s + self._times.load_s,
                         saved=each.saved,

@@ -32,7 +32,7 @@ from windrow_simulator.arena import ArenaGeometry
 from windrow_simulator.decode import SECOND_NS
 from windrow_simulator.figures import SlotFigures
 from windrow_simulator.scenario import (
-    Ground,
+    ScenarioParts,
     SimulationSettings,
     levels_of,
     read_profile,
@@ -311,8 +311,10 @@ def _worker(run: Run, units: int) -> Worker:
     return Worker(run.dedicated_per_second, rates, {units: run.dedicated_per_second})
 
 
-def _ground(run: Run, truth: MeasuredTruth, residuals: Residuals, units: int, seed: int) -> Ground:
-    return Ground(
+def _ground(
+    run: Run, truth: MeasuredTruth, residuals: Residuals, units: int, seed: int
+) -> ScenarioParts:
+    return ScenarioParts(
         settings=SimulationSettings(
             gpus=1, policy=run.policy, objectives_ms=(run.window.objective_ms,), seed=seed
         ),
@@ -330,7 +332,7 @@ def _ground(run: Run, truth: MeasuredTruth, residuals: Residuals, units: int, se
     )
 
 
-def _simulate(run: Run, ground: Ground, seed: int) -> dict[str, float]:
+def _simulate(run: Run, ground: ScenarioParts, seed: int) -> dict[str, float]:
     """Play the requests of the whole load through as many GPUs as there were pods."""
     total = SlotFigures(run.window.objective_ms * 1e3)
     for index, source in enumerate(sorted(run.requests)):

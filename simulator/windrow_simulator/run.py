@@ -16,7 +16,13 @@ from windrow_simulator.agent import JobTimes
 from windrow_simulator.cluster import JobQueue
 from windrow_simulator.decode import SECOND_NS, DecodeGpu
 from windrow_simulator.figures import JobFigures, PolicyFigures, SlotFigures, add_up
-from windrow_simulator.scenario import ALONE, CELL_GPUS, Ground, SimulationSettings, terms_for
+from windrow_simulator.scenario import (
+    ALONE,
+    CELL_GPUS,
+    ScenarioParts,
+    SimulationSettings,
+    terms_for,
+)
 from windrow_simulator.traffic import (
     Arrival,
     DecodeRequest,
@@ -44,7 +50,7 @@ class Cell:
     """Decode GPUs that share a prefill pool and a router."""
 
     def __init__(
-        self, ground: Ground, policy: str, objective_ms: float, number: int, gpus: int
+        self, ground: ScenarioParts, policy: str, objective_ms: float, number: int, gpus: int
     ) -> None:
         settings = ground.settings
         self._ground, self._gpus = ground, gpus
@@ -144,7 +150,7 @@ def _ns(seconds: float) -> int:
     return SECOND_NS + int(seconds * 1e9)
 
 
-def prefill_size(ground: Ground, gpus: int, surge: float = 1.0) -> int:
+def prefill_size(ground: ScenarioParts, gpus: int, surge: float = 1.0) -> int:
     """Return how many prefill GPUs a cell has, enough for a surge."""
     settings = ground.settings
     if ground.prefill is None or settings.batch:
@@ -172,10 +178,10 @@ def cells_of(settings: SimulationSettings) -> list[tuple[int, int]]:
     return list(enumerate(sizes))
 
 
-_ground: Ground | None = None
+_ground: ScenarioParts | None = None
 
 
-def _prepare(ground: Ground) -> None:
+def _prepare(ground: ScenarioParts) -> None:
     global _ground  # of a process of the pool, set once
     _ground = ground
 
@@ -188,7 +194,7 @@ class _Work:
     objective_ms: float
     cells: tuple[tuple[int, int], ...]
 
-    def run(self, ground: Ground) -> _Done:
+    def run(self, ground: ScenarioParts) -> _Done:
         cells = [
             Cell(ground, self.policy, self.objective_ms, number, gpus)
             for number, gpus in self.cells
@@ -207,7 +213,7 @@ class _Done:
     jobs: JobFigures | None = None
 
 
-def _run_with_jobs(ground: Ground, cells: list[Cell]) -> JobFigures:
+def _run_with_jobs(ground: ScenarioParts, cells: list[Cell]) -> JobFigures:
     """Run cells side by side, and give the jobs on their GPUs a turn every second."""
     settings = ground.settings
     jobs = ground.jobs or job_arrivals(
@@ -246,7 +252,7 @@ def _run_work(work: _Work) -> tuple[_Work, _Done]:
 
 
 def simulate(
-    ground: Ground, progress: Callable[[str], None] = lambda text: None
+    ground: ScenarioParts, progress: Callable[[str], None] = lambda text: None
 ) -> list[PolicyFigures]:
     """Run every policy under every objective; of each objective decode alone comes first."""
     settings = ground.settings
@@ -289,7 +295,7 @@ def simulate(
 
 
 def _figures(
-    ground: Ground,
+    ground: ScenarioParts,
     policy: str,
     objective_ms: float,
     done: dict[tuple[str, float], list[_Done]],
@@ -337,7 +343,7 @@ def _load_of(settings: SimulationSettings) -> str:
     return settings.trace
 
 
-def described(ground: Ground) -> dict[str, Any]:
+def described(ground: ScenarioParts) -> dict[str, Any]:
     """Return what was simulated, for people and for JSON."""
     settings = ground.settings
     return {

@@ -248,7 +248,7 @@ def terms_for(
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class ScenarioParts:
     """Parts that the GPUs of a simulation have in common."""
 
     settings: SimulationSettings
@@ -306,8 +306,8 @@ class Ground:
         )
 
 
-def build(settings: SimulationSettings) -> Ground:
-    """Return the ground of a simulation.
+def build(settings: SimulationSettings) -> ScenarioParts:
+    """Return the parts of a simulation.
 
     Raises:
         UserError: settings, profile or trace are not sound.
@@ -321,7 +321,7 @@ def build(settings: SimulationSettings) -> Ground:
     return replace(ground, jobs=tuple(jobs))
 
 
-def _published(settings: SimulationSettings, traffic: Traffic) -> Ground:
+def _published(settings: SimulationSettings, traffic: Traffic) -> ScenarioParts:
     gpu, served = gpu_named(settings.gpu or DEFAULT_GPU), model_named(settings.model)
     trained = model_named(settings.train) if settings.train else served
     disjoint = settings.partition == "green"
@@ -329,7 +329,7 @@ def _published(settings: SimulationSettings, traffic: Traffic) -> Ground:
     truth = RooflineTruth(gpu, served, trained, assumed, disjoint=disjoint)
     levels = gpu_levels(gpu, disjoint=disjoint, percents=settings.levels)
     geometry = _geometry(settings, gpu, served)
-    return Ground(
+    return ScenarioParts(
         settings=settings,
         levels=levels,
         profile=taken_of(truth, levels, f"gpu:{gpu.name}", served.name, settings, geometry),
@@ -434,7 +434,7 @@ def _memory(
     )
 
 
-def _measured(settings: SimulationSettings, traffic: Traffic) -> Ground:
+def _measured(settings: SimulationSettings, traffic: Traffic) -> ScenarioParts:
     profile = read_profile(Path(settings.profile))
     device = str(profile["device"])
     names = (device.lower(), device.lower().partition(":")[2])
@@ -448,7 +448,7 @@ def _measured(settings: SimulationSettings, traffic: Traffic) -> Ground:
     levels = levels_of(profile, units)
     worker = _worker_of(profile, units)
     geometry = ArenaGeometry(384, 1 << 21, 512, 8)
-    return Ground(
+    return ScenarioParts(
         settings=settings,
         levels=levels,
         profile=profile,

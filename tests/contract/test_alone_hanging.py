@@ -16,11 +16,11 @@ RUN = """
 import sys
 from pathlib import Path
 from windrow_sidecar.compute.host_device import HostDevice
-from windrow_sidecar.finetune.standalone.run import Together
+from windrow_sidecar.finetune.standalone.run import JobGroup
 from windrow_sidecar.finetune.training.health import StallWatch
 from support.examplejob import example_job
 
-together = Together([example_job(Path(sys.argv[1]))], 1, None, HostDevice())
+together = JobGroup([example_job(Path(sys.argv[1]))], 1, None, HostDevice())
 for standing in together._standings:
     standing.stall = StallWatch(after_s=1.0)
 together.run()

@@ -27,7 +27,7 @@ from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import AgentSlot
 from windrow_sidecar.agent.worker_process import (
     Standby,
-    WorkerGround,
+    WorkerDevices,
     WorkerLogFollower,
     WorkerProcess,
     worker_environment,
@@ -110,7 +110,7 @@ async def test_the_agent_joins_the_daemon_of_decodes_start_once_decode_calls(cud
     await sharing.join()
     assert (sharing.sharing.mode, sharing.sharing.code) == ("spatial", Reason.MPS_CLIENTS)
     assert sharing.worker_environment[PIPE] == str(pod.run_dir.mps_folder / "pipe")
-    ground = WorkerGround(mps=tuple(sharing.worker_environment.items()))
+    ground = WorkerDevices(mps=tuple(sharing.worker_environment.items()))
     settings = AgentSettings(pod.run_dir)
     assert PIPE in worker_environment(settings, ground)
     assert PIPE not in worker_environment(settings)
@@ -312,12 +312,12 @@ async def test_a_worker_that_waits_on_another_gpu_than_decodes_ends(run_dir, mon
         parse_settings(["--run-dir", str(run_dir)], {}), worker_module="worker_that_waits"
     )
     standby = Standby(settings, 0)
-    await standby.show(WorkerGround(gpu="GPU-1"))
+    await standby.show(WorkerDevices(gpu="GPU-1"))
     await standby.prepare("/m")
     waits = standby._process
-    await standby.show(WorkerGround(gpu="GPU-1"))
+    await standby.show(WorkerDevices(gpu="GPU-1"))
     assert waits.returncode is None
-    await standby.show(WorkerGround(gpu="GPU-2"))
+    await standby.show(WorkerDevices(gpu="GPU-2"))
     assert waits.returncode == -signal.SIGKILL
     assert standby.take(attach_pb2.Assign()) is None
     await standby.close()

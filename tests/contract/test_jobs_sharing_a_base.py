@@ -29,7 +29,7 @@ from windrow_sidecar.finetune.standalone.run import check_apart
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import small_spec
 from windrow_sidecar.testing.tinyjob import (
-    Elsewhere,
+    SpoilingHome,
     TinyJob,
     adapter_of,
     bit_equal,
@@ -75,7 +75,7 @@ def alone(request):
 @given(draw=st.randoms(use_true_random=False))
 def test_jobs_that_switch_at_any_tasklet_learn_bit_for_bit_what_each_learns_alone(alone, draw):
     sizing, expected = alone
-    jobs, home = jobs_of(sizing, base_model()), Elsewhere()
+    jobs, home = jobs_of(sizing, base_model()), SpoilingHome()
     memories = [OwnMemory(job.stream, home) for job in jobs]
     live = list(range(len(jobs)))
     while live:
@@ -94,7 +94,7 @@ def test_jobs_that_switch_at_any_tasklet_learn_bit_for_bit_what_each_learns_alon
 
 
 def test_a_job_that_is_away_can_be_checkpointed_and_resumed():
-    job, home = tiny_job(), Elsewhere()
+    job, home = tiny_job(), SpoilingHome()
     memory = OwnMemory(job.stream, home)
     for _ in range(30):
         job.stream.run(job.stream.peek())
@@ -169,7 +169,7 @@ def test_who_may_not_run_has_no_turn_and_a_turn_is_long_beside_its_switch():
 
 def acted(runner: ActingRunner, endings):
     """A job that a carrier takes, in memory of its own."""
-    return job_handle(runner, OwnMemory(runner.stream, Elsewhere()), endings)
+    return job_handle(runner, OwnMemory(runner.stream, SpoilingHome()), endings)
 
 
 def test_one_that_fails_ends_alone_and_the_others_learn_what_they_learn_alone(alone):

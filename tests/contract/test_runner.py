@@ -23,7 +23,7 @@ from windrow_sidecar.finetune.training.checkpoint_origin import Origin
 from windrow_sidecar.finetune.training.health import StallWatch
 from windrow_sidecar.testing.equality import small_spec
 from windrow_sidecar.testing.tinyjob import (
-    Elsewhere,
+    SpoilingHome,
     adapter_of,
     bit_equal,
     tiny_job,
@@ -69,7 +69,7 @@ class Started:
             tiny_job(),
             Told(*commands),
             Gate(),
-            Elsewhere(),
+            SpoilingHome(),
         )
         self.folder = JobFolder(root, "a-job", epoch)
         self.folder.claim()

@@ -186,10 +186,10 @@ _STOPPED_WHILE_LOADING = """
 import os, signal, sys, time
 from pathlib import Path
 from windrow_sidecar.compute.host_device import HostDevice
-from windrow_sidecar.finetune.standalone.run import Together
+from windrow_sidecar.finetune.standalone.run import JobGroup
 from support.examplejob import example_job
 
-together = Together([example_job(Path(sys.argv[1]))], 1, None, HostDevice())
+together = JobGroup([example_job(Path(sys.argv[1]))], 1, None, HostDevice())
 
 def base():
     os.kill(os.getpid(), signal.SIGHUP)

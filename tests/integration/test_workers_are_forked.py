@@ -19,7 +19,7 @@ from windrow.rundir import RunDir
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.worker_process import (
     Standby,
-    WorkerGround,
+    WorkerDevices,
     WorkerProcess,
     make_fork_server,
 )
@@ -98,7 +98,7 @@ async def until(condition, what: str) -> None:
 
 async def test_a_forked_worker_is_what_one_started_by_exec_is(settings, forks, monkeypatch):
     cores = tuple(sorted(os.sched_getaffinity(0))[:1])
-    ground = WorkerGround(cores=cores, gpu="GPU-7")
+    ground = WorkerDevices(cores=cores, gpu="GPU-7")
     found = []
     for source in (None, forks):
         standby = Standby(settings, 0, source)

@@ -135,7 +135,7 @@ def test_the_command_prints_lines_and_json(tmp_path):
 
 @pytest.mark.parametrize("flags", [["--around", "-30s"], ["--within", "5"]])
 def test_of_a_slots_name_decisions_are_not_silently_left_out(flags):
-    with pytest.raises(UserError, match="lies in its pod") as error:
+    with pytest.raises(UserError, match="are in its pod") as error:
         CliRunner().invoke(
             app, ["explain", "decode-0.1", "-n", "chat", *flags], catch_exceptions=False
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from benchmarks.harvest import ALL as LOADS
-from benchmarks.harvest import BenchmarkLoad, Standing
+from benchmarks.harvest import BenchmarkLoad, LoadOutcome
 
 LOAD = LOADS[0]
 ROUNDS = 6
@@ -15,7 +15,7 @@ ROUNDS = 6
 RATES = {"windrow": 900.0, "tuned naive": 1000.0, "harli": 950.0, "flexllm": 400.0}
 
 
-def standing(holding: list[str], undecided: list[str]) -> Standing:
+def standing(holding: list[str], undecided: list[str]) -> LoadOutcome:
     def row(arm: str, kind: str, rate: float) -> Mapping[str, object]:
         return {"arm": arm, "kind": kind, "tokens_per_second": {"median": rate}}
 
@@ -27,7 +27,7 @@ def standing(holding: list[str], undecided: list[str]) -> Standing:
         for arm, rate in RATES.items()
     ]
     result = {"holding": holding, "undecided": undecided, "arms": arms, "segments": segments}
-    return Standing(LOAD, result)
+    return LoadOutcome(LOAD, result)
 
 
 @pytest.mark.parametrize(

@@ -67,4 +67,4 @@ def test_watches_that_tell_less_than_a_listing_again_and_again_are_stuck():
     liveness.compared({})
     for _ in range(3):
         liveness.compared({"pods": 1})
-    assert "the watches told nothing" in liveness.stalled()
+    assert "the watches reported nothing" in liveness.stalled()

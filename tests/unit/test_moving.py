@@ -70,7 +70,7 @@ def test_a_starved_job_moves_after_minutes_and_is_told_both_figures():
     slots = (slot(STARVED, 100, one), slot(FREE, 9600))
     assert due([one], *slots, minutes=(0, 4)) == {}
     assert due([one], *slots) == {
-        "tone": "decode leaves 100 tok/s on starved and for minutes free has promised 9.6k; "
+        "tone": "decode leaves 100 tok/s on starved and for minutes free has predicted 9.6k; "
         "loading takes 30 s"
     }
 

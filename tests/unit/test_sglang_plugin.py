@@ -44,7 +44,7 @@ def test_a_model_whose_kv_is_of_another_kind_is_named_once(caplog, tmp_path):
         ours._guarded("not started", ours._start)
         ours._guarded("not started", ours._start)
     (record,) = caplog.records
-    assert "the model's KV lies in a MLATokenToKVPool" in record.getMessage()
+    assert "the model's KV is in a MLATokenToKVPool" in record.getMessage()
     assert record.exc_info is None
     assert ours.off
 

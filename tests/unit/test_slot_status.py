@@ -54,7 +54,8 @@ def test_a_slot_whose_sidecar_sees_no_gpu_says_who_gives_it_one_and_takes_no_job
     assert unseen == f"{facts.unseen_device}; GPU access {access[ANNOTATION_GPU_ACCESS]}"
     condition, view = ready(unseen_device=unseen)
     assert (condition["status"], condition["reason"]) == ("False", "DeviceNotSeen")
-    assert condition["message"].startswith(f"No worker can use the GPU: {unseen}. Whoever owns the")
+    said = f"No worker can use the GPU: {unseen}. In the HarvestPolicy set"
+    assert condition["message"].startswith(said)
     assert "sidecar.gpuAccess: env" in condition["message"]
     assert "sees no GPU" in capacity_refusal(view)
 

@@ -156,7 +156,7 @@ HARVEST = Board(
                     "stat",
                     "percentunit",
                     4,
-                    "Share of all decode steps. A percentile of 99 promises at most 1%.",
+                    "Share of all decode steps. A percentile of 99 allows at most 1%.",
                 ),
                 Panel(
                     "Slots that harvest",
@@ -230,7 +230,7 @@ HARVEST = Board(
                         Query(f"sum({TOKENS}{{{WHERE}}})", "gathered"),
                         Query(
                             f"sum(windrow_harvestable_tokens_per_second {JOIN})",
-                            "harvestable (what `observe` promises)",
+                            "harvestable (what `observe` predicts)",
                         ),
                     ),
                     "timeseries",
@@ -350,7 +350,7 @@ HARVEST = Board(
                     "bars",
                     "short",
                     12,
-                    "Why a pod was left stands in the operator's events.",
+                    "The operator's events say why a pod was left.",
                 ),
                 Panel(
                     "Quota used today",

@@ -42,7 +42,7 @@ class DatasetSpec(Record):
     )
 
     source: Source = Field(
-        description="A file, or a directory of files: JSON lines, JSON, Parquet, told apart by "
+        description="A file, or a directory of files: JSON lines, JSON, Parquet, by "
         "their suffix. A path, s3://bucket/key, http(s)://..., or the name of a dataset on the Hub "
         "(owner/name, hf://datasets/owner/name@revision/folder)."
     )

@@ -32,7 +32,7 @@ class ModelSpec(Record):
     revision: Text = Field(default="main", description="Revision of a Hub model.")
     quantization: Literal["none", "nf4", "int8"] = Field(
         default="none",
-        description="How the frozen weights are kept: as they are, or in 4 or 8 bits by "
+        description="Form of the frozen weights: as they are, or in 4 or 8 bits by "
         "bitsandbytes. A quantised base is the worker's own, it is not shared with decode.",
     )
 
@@ -49,12 +49,12 @@ class DeploySpec(Record):
 
     enabled: bool = Field(
         default=False,
-        description="Whether to load it, as NAMESPACE.NAME of the job, into every decode and "
+        description="true: load it, as NAMESPACE.NAME of the job, into every decode and "
         "prefill instance of the model whose HarvestPolicy has `access.adapters`. Deleting the job "
         "unloads it.",
     )
     pinned: bool = Field(
-        default=False, description="Whether the server keeps it in memory when others come."
+        default=False, description="true: the server keeps it in memory when others come."
     )
 
 
@@ -84,13 +84,13 @@ class OutputSpec(Record):
 
     destination: Place = Field(
         description="Directory that gets the adapter, on a volume of the policy or as "
-        "s3://bucket/folder. Checkpoints stand below it while the job runs. No two jobs may write "
+        "s3://bucket/folder. Checkpoints are below it while the job runs. No two jobs may write "
         "to one."
     )
     secret_ref: SecretRef | None = Field(
         default=None,
-        description="Credentials for an s3:// destination. Default: what the sidecar's own "
-        "environment gives.",
+        description="Credentials for an s3:// destination. Default: those of the sidecar's "
+        "environment.",
     )
     deploy: DeploySpec = Field(
         default_factory=DeploySpec, description="Loading of the adapter into serving pods."
@@ -175,10 +175,10 @@ class FinetuneJobSpec(Record):
 
     model: ModelSpec = Field(description="The base model.")
     dataset: DatasetSpec = Field(description="The rows to train on.")
-    adapter: AdapterSpec = Field(default_factory=AdapterSpec, description="What is trained.")
-    training: TrainingSpec = Field(description="How it is trained.")
+    adapter: AdapterSpec = Field(default_factory=AdapterSpec, description="Adapter to train.")
+    training: TrainingSpec = Field(description="Settings of the training.")
     workers: WorkersSpec = Field(
-        default_factory=WorkersSpec, description="How many slots the job takes."
+        default_factory=WorkersSpec, description="Slots that the job takes."
     )
     priority_class_name: JobPriorityClass | None = Field(
         default=None,
@@ -204,9 +204,9 @@ class FinetuneJobSpec(Record):
         description="true: the job checkpoints and gives its slot back; false again: it resumes.",
     )
     checkpoint: CheckpointSpec = Field(
-        default_factory=CheckpointSpec, description="How much work may be lost."
+        default_factory=CheckpointSpec, description="Limit on the work that may be lost."
     )
-    output: OutputSpec = Field(description="Where the adapter goes.")
+    output: OutputSpec = Field(description="Destination of the adapter.")
     backoff_limit: int = Field(
         default=6, ge=0, le=1000, description="Failures of a worker until the job has failed."
     )
@@ -269,15 +269,15 @@ class AdapterStatus(Record):
 class EvaluationStatus(Record):
     """Losses on the held-out rows."""
 
-    base_loss: float = Field(description="Of the base model.")
-    tuned_loss: float = Field(description="Of the base model with the adapter.")
+    base_loss: float = Field(description="Loss of the base model.")
+    tuned_loss: float = Field(description="Loss of the base model with the adapter.")
 
 
 class EvictionCount(Record):
     """Count of evictions of a job for one reason."""
 
-    reason: str = Field(description="Of the condition Evicted.")
-    count: int = Field(ge=1, description="How often.")
+    reason: str = Field(description="Reason in the condition Evicted.")
+    count: int = Field(ge=1, description="Count of evictions.")
 
 
 class UserErrorStatus(Record):
@@ -287,7 +287,7 @@ class UserErrorStatus(Record):
         default="",
         description="Path of what is wrong, in the spec or in the dataset: rows.jsonl:17.",
     )
-    remedy: str = Field(default="", description="What to write instead.")
+    remedy: str = Field(default="", description="Text to write instead.")
 
 
 class FinetuneJobStatus(Record):

@@ -143,7 +143,7 @@ class ObjectiveSpec(Record):
         default=99,
         ge=50,
         le=99.99,
-        description="Which percentile of the TPOT the objective is for, 50 to 99.99.",
+        description="Percentile of the TPOT that the objective is for, 50 to 99.99.",
     )
     scope: Literal["perStep", "perRequest"] = Field(
         default="perStep",
@@ -156,8 +156,8 @@ class ObjectiveSpec(Record):
     )
     deferral_bound: Duration | None = Field(
         default=None,
-        description="How long a policy that defers (fineinfer, iterations) may hold a request back "
-        "before it is admitted, 1ms to 1m. 400ms where it is left out.",
+        description="Longest time that a policy that defers (fineinfer, iterations) may hold a "
+        "request back before admission, 1ms to 1m. Default: 400ms.",
     )
 
     @field_validator("tpot")
@@ -218,9 +218,9 @@ class LimitsSpec(Record):
     hours: list[Hours] = Field(
         default_factory=list,
         max_length=16,
-        description="When harvesting is allowed, like 20:00-08:00 Europe/Berlin, or on some days "
-        "only, like Mon-Fri 20:00-08:00 or Sat,Sun 00:00-24:00. An interval that passes midnight "
-        "belongs to the day on which it begins. Empty: always.",
+        description="Hours in which harvesting is allowed, like 20:00-08:00 Europe/Berlin, or on "
+        "some days only, like Mon-Fri 20:00-08:00 or Sat,Sun 00:00-24:00. An interval that passes "
+        "midnight belongs to the day on which it begins. Empty: always.",
     )
 
     @field_validator("host_memory")
@@ -299,13 +299,13 @@ class AccessSpec(Record):
     )
     adapters: bool = Field(
         default=False,
-        description="Whether jobs with `output.deploy.enabled` may load their adapters into the "
+        description="true: jobs with `output.deploy.enabled` may load their adapters into the "
         "pods, and into the prefill instances of the same model in this namespace.",
     )
     server_key_secret: KeySecret | None = Field(
         default=None,
-        description="Where the servers' own key is (SGLang's --admin-api-key, else --api-key), for "
-        "servers that load adapters for nobody without it. Default: they ask for none.",
+        description="Secret with the servers' own key (SGLang's --admin-api-key, else --api-key), "
+        "for servers that load adapters only with it. Default: no key.",
     )
     sources: list[SourcePattern] | None = Field(
         default=None,
@@ -318,12 +318,12 @@ class AccessSpec(Record):
     )
     pod_credentials: bool | None = Field(
         default=None,
-        description="Whether jobs may use s3:// without a Secret, by the credentials that the pod "
-        "or its node has. Left out: jobs of this namespace only.",
+        description="true: jobs may use s3:// without a Secret, with the credentials of the pod "
+        "or its node. Left out: jobs of this namespace only.",
     )
     share_workers: bool = Field(
         default=False,
-        description="Whether jobs of several namespaces may run in one worker process, in turns.",
+        description="true: jobs of several namespaces may run in one worker process, in turns.",
     )
     priority_classes: list[Name] | None = Field(
         default=None,
@@ -332,8 +332,7 @@ class AccessSpec(Record):
     )
     preempt_across_namespaces: bool = Field(
         default=False,
-        description="Whether a job may take the slot of a job of another namespace, by its "
-        "priority.",
+        description="true: a job may take the slot of a job of another namespace, by its priority.",
     )
 
     def admits_others(self, own_namespace: str) -> bool:
@@ -432,7 +431,7 @@ class HostPathSource(Record):
     path: AbsolutePath = Field(description="Absolute path on the node.")
 
 
-# What stands for the namespace of a job in the folder of a volume.
+# The namespace of a job in the folder of a volume.
 NAMESPACE_FOLDER: Final = "{namespace}"
 _FOLDER_PATTERN: Final = r"^(([A-Za-z0-9._-]|\{namespace\})+(/([A-Za-z0-9._-]|\{namespace\})+)*)?$"
 
@@ -487,7 +486,7 @@ class VolumeSpec(Record):
     read_only: bool = Field(default=False, description="Mount it read-only.")
     folder: VolumeFolder | None = Field(
         default=None,
-        description="Folder of the volume to which a job is confined; {namespace} stands for that "
+        description="Folder of the volume to which a job is confined; {namespace} means that "
         "of the job. Left out: {namespace} where access.namespaceSelector is set and the volume is "
         "not readOnly, else the whole volume. An empty text: the whole volume.",
     )
@@ -549,13 +548,13 @@ class SidecarSpec(Record):
     )
     gpu_access: Literal["auto", "dra", "env", "mps"] = Field(
         default="auto",
-        description="How the sidecar's container gets at decode's GPU, never at a second one. dra: "
-        "it shares the claims of decode's container; needs form sidecar. env: the container "
-        "runtime shows it GPUs by NVIDIA_VISIBLE_DEVICES, decode's own value or all, and workers "
-        "use decode's alone; for nodes of one tenant. mps: as env, and as a client of the node's "
-        "MPS daemon, by the pipes that decode mounts. auto: dra, mps or env where decode's "
-        "container shows that it has it; never more than decode has. Read when a sidecar comes "
-        "into a pod.",
+        description="Way in which the sidecar's container gets at decode's GPU, never a second "
+        "one. dra: it shares the claims of decode's container; needs form sidecar. env: the "
+        "container runtime shows it GPUs by NVIDIA_VISIBLE_DEVICES, decode's own value or all, "
+        "and workers use decode's alone; for nodes of one tenant. mps: as env, and as a client of "
+        "the node's MPS daemon, by the pipes that decode mounts. auto: dra, mps or env where "
+        "decode's container shows that it has it; never more than decode has. Read when a sidecar "
+        "comes into a pod.",
     )
     mps: bool | None = Field(
         default=None,
@@ -627,20 +626,20 @@ class HarvestPolicySpec(Record):
     )
 
     selector: LabelSelector = Field(
-        description="Decode pods of this namespace. Which pods decode is found by the rules of "
-        "their stack. Empty: all of them."
+        description="Decode pods of this namespace, by their labels. The rules of their stack say "
+        "which pods decode. Empty: all of them."
     )
-    objective: ObjectiveSpec = Field(description="What serving must keep.")
+    objective: ObjectiveSpec = Field(description="Latency objective that serving must keep.")
     mode: Literal["harvest", "observe", "off"] = Field(
         default="observe",
-        description="observe, the default: everything but the work, to see what harvesting would "
-        "give; a job that runs writes a checkpoint and waits, as with off. harvest: jobs run.",
+        description="observe, the default: decide but run no job, to see what harvesting would "
+        "give; a running job writes a checkpoint and waits, as with off. harvest: jobs run.",
     )
     lease: Duration = Field(
         default=timedelta(minutes=5),
-        description="How long a sidecar harvests by this policy without a word of the operator, 2s "
-        "to 24h. After it, its jobs finish their step, write a checkpoint and stop, until the "
-        "operator is heard again.",
+        description="Longest time that a sidecar harvests by this policy without contact to the "
+        "operator, 2s to 24h. Its jobs then finish their step, write a checkpoint and stop until "
+        "the operator is back.",
         json_schema_extra={"default": "5m"},
     )
     policy: Literal[
@@ -652,21 +651,28 @@ class HarvestPolicySpec(Record):
         "temporal",
         "iterations",
         "static",
-    ] = Field(default="windrow", description="Who decides what the worker may do beside decode.")
+    ] = Field(
+        default="windrow", description="Policy that decides what the worker may do beside decode."
+    )
     sharing: SharingMode | None = Field(
         default=None,
-        description="How decode and a worker share a GPU. spatial: both run at once, as clients of "
-        "an MPS daemon that decode's start brings up; a fatal fault of one client then ends the "
-        "other's work on the GPU too, and a slot where this cannot be had takes no job. temporal: "
-        "in turn, so the worker runs only while decode has no request; no fault is shared. auto: "
-        "spatial where decode's start found all that it needs, else temporal; the slot's condition "
-        "SharedInSpace says which and why. Read when a pod is created. Left out: auto.",
+        description="Way in which decode and a worker share a GPU. spatial: both run at once, as "
+        "clients of an MPS daemon that decode's start brings up; a fatal fault of one client then "
+        "ends the other's work on the GPU too, and a slot where this is not possible takes no "
+        "job. temporal: in turn, so the worker runs only while decode has no request; no fault is "
+        "shared. auto: spatial where decode's start found all that it needs, else temporal; the "
+        "slot's condition SharedInSpace says which and why. Read when a pod is created. Left out: "
+        "auto.",
     )
-    limits: LimitsSpec = Field(default_factory=LimitsSpec, description="How much may be harvested.")
-    access: AccessSpec = Field(default_factory=AccessSpec, description="Who may use the slots.")
+    limits: LimitsSpec = Field(
+        default_factory=LimitsSpec, description="Limits on what may be harvested."
+    )
+    access: AccessSpec = Field(
+        default_factory=AccessSpec, description="Namespaces and jobs that may use the slots."
+    )
     sidecar: SidecarSpec = Field(
         default_factory=SidecarSpec,
-        description="How the sidecar comes into a pod and reaches the device.",
+        description="Way in which the sidecar comes into a pod and reaches the device.",
     )
 
     @model_validator(mode="after")
@@ -700,7 +706,7 @@ class HarvestPolicySpec(Record):
 class NamespaceUsage(Record):
     """Use of today by the jobs of a namespace."""
 
-    namespace: str = Field(description="Of the jobs.")
+    namespace: str = Field(description="Namespace of the jobs.")
     gpu_seconds: float = Field(description="Device seconds.")
 
 
@@ -711,7 +717,7 @@ class UsageStatus(Record):
     gpu_seconds: float = Field(description="Device seconds that jobs held slots for.")
     namespaces: list[NamespaceUsage] = Field(
         default_factory=list,
-        description="Of these, those of each namespace's jobs.",
+        description="Device seconds of each namespace's jobs.",
         json_schema_extra={
             "x-kubernetes-list-type": "map",
             "x-kubernetes-list-map-keys": ["namespace"],
@@ -727,7 +733,7 @@ class HarvestPolicyStatus(Record):
     )
     conditions: list[Condition] | None = Field(
         default=None,
-        description="Accepted, and whether any pod is selected.",
+        description="Conditions: Accepted, and SelectsPods.",
         json_schema_extra=CONDITIONS_BY_TYPE,
     )
     pods: int | None = Field(default=None, description="Decode pods that are selected.")
@@ -737,4 +743,4 @@ class HarvestPolicyStatus(Record):
         default=None,
         description="Slots whose engine cannot be harvested; the condition SelectsPods says why.",
     )
-    usage: UsageStatus | None = Field(default=None, description="What was taken today.")
+    usage: UsageStatus | None = Field(default=None, description="Use of today.")

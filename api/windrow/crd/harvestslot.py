@@ -24,7 +24,7 @@ class HarvestSlotSpec(Record):
     engine_version: str = Field(default="", description="Its version.")
     device: str = Field(default="", description="Device, like `NVIDIA H200` or `host:2-cores`.")
     driver: str = Field(default="", description="host or cuda.")
-    model: str = Field(default="", description="Served model, as decode was told.")
+    model: str = Field(default="", description="Served model, as decode names it.")
     model_fingerprint: str = Field(default="", description="Fingerprint of the served model.")
     compute_units: int = Field(default=0, description="Cores or SMs.")
     finetune_levels: list[int] = Field(

@@ -66,13 +66,13 @@ MEANINGS = {
 def arms_of(policies: Sequence[str]) -> list[Arm]:
     """Return every arm, in the order of the table."""
     return [
-        Arm(ALONE, "alone", "decode by itself, first in each round"),
+        Arm(ALONE, "alone", "decode alone, first in each round"),
         Arm(NAIVE, "loop", "a plain PEFT loop, both on all cores, OpenMP as it comes"),
         Arm(TUNED, "loop", "the same, OpenMP's threads sleep, nice 19"),
         Arm(IDLE, "loop", "the same as SCHED_IDLE"),
         Arm(A_LOOP_A_CORE, "loop", "one single-threaded loop on each core, other rows, SCHED_IDLE"),
         *(Arm(name, "policy", MEANINGS.get(name, "its paper's rule"), name) for name in policies),
-        Arm(AGAIN, "alone", "decode by itself, last in each round"),
+        Arm(AGAIN, "alone", "decode alone, last in each round"),
         Arm(DEDICATED, "dedicated", "our worker alone on the device"),
         Arm(DEDICATED_PEFT, "dedicated", "the best plain PEFT loop alone on the device"),
     ]
@@ -409,6 +409,6 @@ class _Pods:
         last = max(marks, key=lambda mark: mark.at_ns, default=None)
         in_time = last is not None and last.at_ns <= segment.window_ns[0]
         if last is None or not in_time or not last.detail.endswith(wanted):
-            told = last.detail if last else "nothing was told"
+            told = last.detail if last else "no policy was received"
             said = f"policy {policy} was not in force at {objective_ms:g} ms ({told})"
             raise ValueError(f"round {segment.round}: {said}")

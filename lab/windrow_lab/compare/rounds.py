@@ -60,7 +60,7 @@ RUNS, PAUSED = 100, 1
 JOB = "compared"
 
 
-class Contest:
+class RoundPlayer:
     """Pods and trainers of all arms, and their turns. A context manager: all of it ends with it."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Contest:
         self._harvested = any(arm.kind == "policy" for arm in arms)
         self._ends = ExitStack()
 
-    def __enter__(self) -> Contest:
+    def __enter__(self) -> RoundPlayer:
         """Start everything, and halt it."""
         on = self._on
         if self._harvested:

@@ -32,7 +32,7 @@ from windrow_lab.compare.arms import (
     arms_of,
 )
 from windrow_lab.compare.comparison_page import write_page
-from windrow_lab.compare.rounds import TAIL_S, Contest, endless_job, turns_of
+from windrow_lab.compare.rounds import TAIL_S, RoundPlayer, endless_job, turns_of
 from windrow_lab.demo import run as demo
 from windrow_lab.figures.paired import DECIDING_ROUNDS, FEWEST_ROUNDS
 from windrow_lab.load import generator
@@ -53,7 +53,7 @@ class CompareSettings:
         arms: names; empty: all. Alone and dedicated play in any case.
         factors: objectives, in median solo steps; empty: the demo's own. Each policy plays once for
             each; what knows no objective plays once for all of them.
-        footing: file that keeps what every comparison on this machine stands on
+        footing: file that keeps the baselines of every comparison on this machine
             (`windrow_lab.compare.baselines`); None: in the run's folder.
     """
 
@@ -124,8 +124,8 @@ def run(
         session = out / f"{SESSION}{len(sessions) + 1}"
         with demo.stage(replace(settings, out=session), console) as on:
             plan = _plan(out, on, settings, how)
-            with Contest(on, plan, arms, session) as contest:
-                contest.play(missing, how.rounds)
+            with RoundPlayer(on, plan, arms, session) as player:
+                player.play(missing, how.rounds)
     plan, results = _plan_of(out), {}
     sessions = [session.whole(turns) for session in ComparisonSession.all_of(out)]
     for factor in factors:

@@ -17,7 +17,7 @@ from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot_jobs import SlotJobs
 from windrow_sidecar.agent.switches import Off
-from windrow_sidecar.agent.worker_process import EndGpuWork, Standby, WorkerGround
+from windrow_sidecar.agent.worker_process import EndGpuWork, Standby, WorkerDevices
 from windrow_sidecar.compute.sharing import Sharing
 from windrow_sidecar.compute.survey import Survey
 from windrow_sidecar.compute.utilization import (
@@ -130,13 +130,13 @@ class AgentSlot:
         await self._enter_arena()
         self._prepare()
 
-    def _ground(self, hello: agent_pb2.EngineHello) -> WorkerGround:
+    def _ground(self, hello: agent_pb2.EngineHello) -> WorkerDevices:
         """Return what of the pod's devices workers are shown: where there are more, decode's."""
         if hello.driver == "host":
-            return WorkerGround(cores=tuple(hello.cores))
+            return WorkerDevices(cores=tuple(hello.cores))
         several = bool(self._settings.gpu_access) or len(self._gpus.found.uuids or ()) > 1
         known = several and hello.device_uuid
-        return WorkerGround(
+        return WorkerDevices(
             gpu=visible_device(hello.device_uuid, hello.device) if known else "",
             # Shares of SMs that only workers have are worth nothing.
             mps=tuple(self._gpus.worker_environment.items()) if hello.sharing == "spatial" else (),

@@ -115,7 +115,7 @@ def name_of(assign: attach_pb2.Assign) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerGround:
+class WorkerDevices:
     """Devices of the pod that a slot's workers may see.
 
     Attributes:
@@ -152,7 +152,7 @@ class WorkerProcess:
                 settings,
                 worker_arguments(settings, assign),
                 log,
-                ground=standby.ground if standby else WorkerGround(),
+                ground=standby.ground if standby else WorkerDevices(),
                 forks=standby.forks if standby else None,
             )
         return cls(process, log, follower)
@@ -212,15 +212,15 @@ class Standby:
 
     def __init__(self, settings: AgentSettings, slot: int, forks: ForkServer | None = None) -> None:
         self._settings, self._slot, self.forks = settings, slot, forks
-        self.ground = WorkerGround()
+        self.ground = WorkerDevices()
         self._process: WorkerChild | None = None
         self._order: int | None = None  # the end of a pipe whose line names its job
         self._starting = asyncio.Lock()
         self._closed = False
         self._not_before_s = 0.0  # of the loop's clock
 
-    async def show(self, ground: WorkerGround) -> None:
-        """Show workers from now on another ground; one that waits on the old one ends."""
+    async def show(self, ground: WorkerDevices) -> None:
+        """Show workers other devices from now on; one that waits with the old ones ends."""
         if ground != self.ground:
             self.ground = ground
             await self._end()
@@ -303,7 +303,7 @@ async def start_worker(
     arguments: list[str],
     log: Path,
     *,
-    ground: WorkerGround,
+    ground: WorkerDevices,
     forks: ForkServer | None,
     stdin: int | None = None,
 ) -> WorkerChild:
@@ -366,14 +366,14 @@ def make_fork_server(settings: AgentSettings) -> ForkServer:
             settings.run_dir.root / "fork-server.log",
             stdin=stdin,
             environment=worker_environment(settings) | own,
-            ground=WorkerGround(),
+            ground=WorkerDevices(),
         )
 
     return ForkServer(start)
 
 
 async def _spawn(
-    command: list[str], log: Path, *, stdin: int, environment: dict[str, str], ground: WorkerGround
+    command: list[str], log: Path, *, stdin: int, environment: dict[str, str], ground: WorkerDevices
 ) -> asyncio.subprocess.Process:
     with log.open("ab") as out:
         return await asyncio.create_subprocess_exec(
@@ -395,7 +395,7 @@ async def _spawn(
 
 
 def worker_environment(
-    settings: AgentSettings, ground: WorkerGround = WorkerGround()
+    settings: AgentSettings, ground: WorkerDevices = WorkerDevices()
 ) -> dict[str, str]:
     """Return a worker's environment; a client of the pod's MPS daemon where `ground` says so."""
     own = {

@@ -143,7 +143,7 @@ def _rows() -> list[Example]:
     return examples
 
 
-class Elsewhere:
+class SpoilingHome:
     """A home (see `job_state.Home`) whose memory others write to once a tensor has left it.
 
     Attributes:

@@ -78,7 +78,7 @@ class SoloLearner:
         return behind if seen[behind] < _ENOUGH else 0
 
     def news(self) -> Sequence[SoloSample] | None:
-        """Samples for a new profile, when the steps since the last one cover new ground."""
+        """Samples for a new profile, when the steps since the last one cover new points."""
         if not self.complete or self._in_block:
             return None
         full = [key for key, steps in self._seen.items() if len(steps) >= _ENOUGH]

@@ -303,7 +303,7 @@ class Plugin:
         if self.arena is None or not isinstance(allocator, self.allocator_class or ()):
             kind = type(allocator.get_kvcache()).__name__
             raise UserError(
-                f"the model's KV lies in a {kind} behind a {type(allocator).__name__}",
+                f"the model's KV is in a {kind} behind a {type(allocator).__name__}",
                 remedy="Serve a model with multi-head, grouped-query or latent attention.",
             )
         from windrow_sidecar.engines.sglang.opening import Opened, harvest_scheduler

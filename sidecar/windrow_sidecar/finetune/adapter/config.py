@@ -92,7 +92,7 @@ def bad_targets(spec: FinetuneJobSpec, why: str, known: list[str]) -> UserError:
     if isinstance(settings, LoraSpec):
         # What it says of experts, which it adapts as parts of one tensor.
         if "lora_dropout" in why:
-            problem = "the tokens of an expert cannot be told apart"
+            problem = "the tokens of an expert cannot be separated"
             return refused("dropout", problem, "Set it to 0, or leave out the experts.")
         if "use_dora" in why:
             problem = "the weights of experts cannot be decomposed"
@@ -226,7 +226,7 @@ def _check_layers(lora: LoraSpec, model: nn.Module) -> None:
     if lora.layers_to_transform and lora.target_pattern:
         raise refused(
             "layersToTransform",
-            "a pattern over whole names says which layers by itself",
+            "a pattern over whole names already says which layers",
             "Leave out one of the two.",
         )
 

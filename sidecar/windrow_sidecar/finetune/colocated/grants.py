@@ -74,7 +74,7 @@ class Used:
 
 
 @dataclass(slots=True)
-class Glance:
+class PageReading:
     """A grant as it was seen in the middle of a tasklet, which runs under the one before.
 
     Attributes:
@@ -172,7 +172,7 @@ class GrantGate:
         self._grew = False  # what runs has more units than it began with
         self._running: Tasklet | None = None
         self._unheeded = False
-        self._glance = Glance()
+        self._reading = PageReading()
         self._ends_ns = 0  # when the microseconds of the glance are used; 0: it has no such bound
 
     def latest(self) -> Grant:
@@ -228,13 +228,13 @@ class GrantGate:
         if self._running is None:
             return False
         self._pass_point()
-        glance = self._glance
+        glance = self._reading
         if self._page.grant_stands(glance.seq, DECODE_STALE_NS):
             return glance.units < self._active or self._time_is_over()
         seq = self._page.grant_seq
         grant = Grant._make(self._page.read_grant())
         units = _units_of(grant, self._least_units)
-        self._glance = Glance(seq, units, grant.gap_until_ns, self._clock())
+        self._reading = PageReading(seq, units, grant.gap_until_ns, self._clock())
         if seq != self._seq:
             self._ends_ns = self._end_of(grant, grant.budget_us)
         silent_ns = self._page.heartbeat_age_ns(_DECODE)
@@ -260,12 +260,12 @@ class GrantGate:
 
     def _time_is_over(self) -> bool:
         """Return whether the gap has ended, or the microseconds of the grant are used."""
-        gap_until_ns = self._glance.gap_until_ns
+        gap_until_ns = self._reading.gap_until_ns
         if not (gap_until_ns or self._ends_ns):
             return False
         now_ns = self._clock()
         if self._ends_ns and now_ns > self._ends_ns:
-            self._spent_seq = self._glance.seq
+            self._spent_seq = self._reading.seq
             return True
         return bool(gap_until_ns) and now_ns > gap_until_ns
 
@@ -368,7 +368,7 @@ class GrantGate:
                 self._estimates.learn_stretch(tasklet, self._active, self._stretch_ns / 1e3)
             now_ns = self._clock()
             self._used.us = used_us + (now_ns - self._part_ns) / 1e3
-            self._glance.ran_us = (now_ns - self._glance.seen_ns) / 1e3
+            self._reading.ran_us = (now_ns - self._reading.seen_ns) / 1e3
 
     def take_ran(self) -> list[Ran]:
         """Return the tasklets that have ended since the last time."""
@@ -408,8 +408,8 @@ class GrantGate:
         self._seq = seq
         self._grant = Grant._make(self._page.read_grant())
         self._used = Used()
-        if self._in_parts and seq == self._glance.seq:  # a tasklet has run into it
-            self._used.us = self._glance.ran_us
+        if self._in_parts and seq == self._reading.seq:  # a tasklet has run into it
+            self._used.us = self._reading.ran_us
         return True
 
     def _allows(

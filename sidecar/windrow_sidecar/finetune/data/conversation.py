@@ -169,7 +169,7 @@ class Conversations:
             raise bad_row(
                 row.where,
                 "the model's chat template writes no answer of this conversation as it asks for "
-                f"it, so the answers cannot be told apart{why}",
+                f"it, so the answers cannot be found{why}",
                 "Set what the template needs for it in the row's `chat_template_kwargs` (such as "
                 "enable_thinking), set spec.training.loss to all, or render the rows yourself and "
                 "set spec.dataset.format to completion.",

@@ -107,7 +107,7 @@ def find_norm(
             chain.append(module)
             at = made
     if not _same_memory(at, out.last_hidden_state):
-        raise unsupported(decoder, "more than modules in a chain stands between layers and head")
+        raise unsupported(decoder, "there is more than a chain of modules between layers and head")
     norm = chain[0] if len(chain) == 1 else nn.Sequential(*chain)
     return norm, type(out)
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from windrow_sidecar.finetune.model.window_attention import looking_as_now
 from windrow_sidecar.finetune.recompute.dropouts import AtDropouts, random_state
-from windrow_sidecar.finetune.recompute.extraction import Signs, unsigned
+from windrow_sidecar.finetune.recompute.extraction import SignBits, unsigned
 from windrow_sidecar.finetune.recompute.recompute_plan import RecomputePlan
 from windrow_sidecar.finetune.recompute.recording import OpCall, Ref, layer_tensors
 
@@ -122,7 +122,7 @@ class CheckpointedForward:
         call = recompute_plan.recording.calls[op]
         if call is None:
             signs = recompute_plan.recording.graph.ops[op]
-            self._keep(signs.outputs, [Signs()(self._value(recompute_plan, signs.inputs[0]))])
+            self._keep(signs.outputs, [SignBits()(self._value(recompute_plan, signs.inputs[0]))])
             return
         leaves = [
             self._value(recompute_plan, x.value) if isinstance(x, Ref) else x for x in call.leaves

@@ -73,7 +73,7 @@ class As:
 
 
 @dataclass(frozen=True, slots=True)
-class Narrow:
+class DowncastTensor:
     """Step: cast the tensor to a smaller dtype that holds its values exactly."""
 
     dtype: torch.dtype
@@ -84,7 +84,7 @@ class Narrow:
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
+class SignBits:
     """Step: keep one bit an element, whether it is above zero."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Signs:
 
 
 def unsigned(bits: Tensor, layout: TensorLayout) -> Tensor:
-    """Return 1 where `Signs` found an element above zero and 0 elsewhere.
+    """Return 1 where `SignBits` found an element above zero and 0 elsewhere.
 
     `bits`: uint8 [elements / 8, rounded up]; the result is new memory, [*layout.size].
     """
@@ -113,7 +113,7 @@ class Extractor:
     """Way to get a value from the tensor at `position` among those that autograd saves."""
 
     position: int
-    steps: tuple[As | Narrow | Signs, ...]
+    steps: tuple[As | DowncastTensor | SignBits, ...]
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Return the value of a saved tensor [...]: its memory, unless a step needs its own."""
@@ -141,7 +141,7 @@ def extractors_of(
     takes: dict[int, Extractor] = {}
     for position, layout in enumerate(saved):
         value = known[layout]
-        steps: tuple[As | Narrow | Signs, ...] = ()
+        steps: tuple[As | DowncastTensor | SignBits, ...] = ()
         while value not in takes and not graph.values[value].there:
             takes[value] = Extractor(position, steps)
             behind = _behind(graph, layouts, value, producers.get(value), steps)
@@ -149,7 +149,7 @@ def extractors_of(
                 break
             value, steps = behind
     for value, position in sign_of.items():
-        takes[value] = Extractor(position, (Signs(),))
+        takes[value] = Extractor(position, (SignBits(),))
     return takes
 
 
@@ -158,8 +158,8 @@ def _behind(
     layouts: Sequence[TensorLayout],
     value: int,
     producer: int | None,
-    steps: tuple[As | Narrow | Signs, ...],
-) -> tuple[int, tuple[As | Narrow | Signs, ...]] | None:
+    steps: tuple[As | DowncastTensor | SignBits, ...],
+) -> tuple[int, tuple[As | DowncastTensor | SignBits, ...]] | None:
     """Return the value that `value` was made of, and the steps that extract it, if possible."""
     if producer is None or len(graph.ops[producer].inputs) != 1:
         return None
@@ -168,9 +168,9 @@ def _behind(
     layout = layouts[origin]
     if op.kind is OpKind.VIEW and layout.storage == made.storage and layout.dtype == made.dtype:
         whole = layout.elements == made.elements
-        if whole or not any(isinstance(step, Narrow) for step in steps):
+        if whole or not any(isinstance(step, DowncastTensor) for step in steps):
             return origin, (*steps, As(layout.size, layout.stride, layout.offset - made.offset))
     if op.name.startswith("aten._to_copy") and (layout.dtype, made.dtype) in _WIDENED:
         same = layout.size == made.size and layout.stride == made.stride
-        return (origin, (*steps, Narrow(layout.dtype))) if same else None
+        return (origin, (*steps, DowncastTensor(layout.dtype))) if same else None
     return None

@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda, or cuda:N")
     parser.add_argument("--units", type=int, help="cores or SMs to use (default: all)")
     parser.add_argument(
-        "--gradient-checkpointing", action="store_true", help="keep only what stands between layers"
+        "--gradient-checkpointing", action="store_true", help="keep only activations between layers"
     )
     parser.add_argument(
         "--idle-class", action="store_true", help="run as SCHED_IDLE, behind whatever else wants to"

@@ -54,7 +54,7 @@ def run_together(options: argparse.Namespace) -> int:
     units = take_units(device, options.units)
     jobs = [read_job(path, options.output) for path in options.job]
     check_apart(jobs)
-    together = Together(jobs, units, options.log_dir, device, options.parent, fresh=options.fresh)
+    together = JobGroup(jobs, units, options.log_dir, device, options.parent, fresh=options.fresh)
     return int(together.run())
 
 
@@ -79,7 +79,7 @@ class Unbegun(BaseException):
     """A signal asks to stop, and no job has begun; no library may take it for an error."""
 
 
-class Together:
+class JobGroup:
     """Jobs over one base model, reported on standard output (see `json_lines`).
 
     Args:
