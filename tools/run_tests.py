@@ -36,7 +36,7 @@ class Pass:
 
 
 def avx2_is_the_best() -> bool:
-    """Whether this processor has AVX2 and no AVX-512: torch takes its AVX2 kernels unasked."""
+    """Return whether this processor has AVX2 without AVX-512: torch then takes AVX2 kernels."""
     try:
         words = Path("/proc/cpuinfo").read_text().split()
     except OSError:

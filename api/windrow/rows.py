@@ -10,7 +10,7 @@ from typing import Any
 from windrow.conditions import Reason
 from windrow.errors import UserError
 
-# Longer ones are no rows of text; what is unpacked counts.
+# Longer ones are not rows of text; what is unpacked counts.
 MOST_ROW_BYTES = 64 << 20
 Fields = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
@@ -62,10 +62,10 @@ class DatasetRecord:
             UserError: it is none.
         """
         if isinstance(self.content, UnicodeDecodeError):
-            raise bad_row(self.where, "holds text that is not UTF-8", "Mend or drop the row.")
+            raise bad_row(self.where, "holds text that is not UTF-8", "Fix or drop the row.")
         if isinstance(self.content, Exception):
             problem = f"holds a value that cannot be read ({self.content})"
-            raise bad_row(self.where, problem, "Mend or drop the row, or take its column out.")
+            raise bad_row(self.where, problem, "Fix or drop the row, or take its column out.")
         found = _decoded(self.content, self.where) if _is_line(self.content) else self.content
         if not isinstance(found, dict):
             raise bad_row(self.where, "is not a JSON object", 'Write an object: {"...": ...}.')
@@ -110,10 +110,10 @@ def _decoded(line: bytes, where: str) -> Any:  # noqa: ANN401 - any JSON
         raise bad_row(where, f"writes {error} twice", "Keep one of the two.") from error
     except json.JSONDecodeError as error:
         problem = f"is not JSON ({error.msg}, column {error.colno})"
-        raise bad_row(where, problem, "Mend the line.") from error
+        raise bad_row(where, problem, "Fix the line.") from error
     except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
         raise bad_row(
-            where, f"is beyond what is read of JSON ({error})", "Mend the line."
+            where, f"is beyond what is read of JSON ({error})", "Fix the line."
         ) from error
 
 
@@ -223,7 +223,7 @@ def _sharegpt(fields: Fields, where: str) -> DatasetRow:
 
 def _of_sharegpt(turn: Any, name: str, where: str) -> Fields:  # noqa: ANN401 - it came from JSON
     if not isinstance(turn, dict) or turn.get("from") not in _SHAREGPT:
-        said = repr(turn.get("from"))[:64] if isinstance(turn, dict) else "no object"
+        said = repr(turn.get("from"))[:64] if isinstance(turn, dict) else "not an object"
         raise bad_row(
             where,
             f"{name}: `from` is {said}",

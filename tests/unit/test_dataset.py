@@ -437,7 +437,7 @@ def test_rows_of_sharegpt_are_those_of_a_chat():
             {"conversations": [{"from": "bot", "value": "a"}]},
             r"conversations\[0\]: `from` is 'bot'",
         ),
-        ({"conversations": ["a"]}, "`from` is no object"),
+        ({"conversations": ["a"]}, "`from` is not an object"),
         ({"conversations": [{"from": "gpt", "value": 1}]}, r"conversations\[0\] has no `content`"),
         ({"conversations": [{"from": "human", "value": "a"}]}, "no turn of the assistant"),
         (

@@ -95,7 +95,7 @@ class DatasetSpec(Record):
 
     @property
     def evaluates(self) -> bool:
-        """Whether there are rows to evaluate on."""
+        """True where there are rows to evaluate on."""
         return self.eval_source is not None or self.eval_fraction > 0
 
     @model_validator(mode="after")

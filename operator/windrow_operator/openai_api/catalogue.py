@@ -1,4 +1,4 @@
-"""Which base models a namespace may train: those that slots of its policies serve."""
+"""Base models that a namespace may train: those that slots of its policies serve."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ PURPOSE: Final = "fine-tune"
 
 @dataclass(frozen=True, slots=True)
 class StorageLimits:
-    """What one key may keep.
+    """Limits of one key.
 
     Attributes:
         file_bytes: of one file.

@@ -41,7 +41,7 @@ _KEY_LINE: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Who calls.
+    """Caller of the API.
 
     Attributes:
         namespace: whose jobs and files are meant.
@@ -133,7 +133,9 @@ class Keyring:
             if hmac.compare_digest(known, digest):
                 found = key
         if found is None:
-            raise _unknown("Incorrect API key provided. Ask whoever runs this cluster for one.")
+            raise _unknown(
+                "Incorrect API key provided. Ask the administrator of this cluster for one."
+            )
         return found
 
     async def _read_secrets(self) -> tuple[tuple[str, ApiKey], ...]:

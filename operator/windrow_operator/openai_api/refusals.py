@@ -1,4 +1,4 @@
-"""What a caller of the API is refused with: OpenAI's error object, with a field and a remedy."""
+"""Refusals of the API: OpenAI's error object, with a field and a remedy."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _MOST_SEED: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """What a caller sets; None: `auto`."""
+    """Settings of a caller; None: `auto`."""
 
     n_epochs: int | None = None
     batch_size: int | None = None

@@ -60,7 +60,7 @@ _KEY = web.RequestKey("key", ApiKey)
 
 @dataclass(frozen=True)
 class ApiParts:
-    """What the endpoint is made of.
+    """Parts of the endpoint.
 
     Attributes:
         kube: holds the jobs.

@@ -50,7 +50,7 @@ class FileWriter(Protocol):
 
 
 class ObjectStore(Protocol):
-    """Where files are."""
+    """Store of the files."""
 
     def url(self, path: str) -> str:
         """Return the name by which a job reaches a file or folder."""
