@@ -234,6 +234,11 @@ def engine_of(container: Mapping[str, Any]) -> Engine:
     return Engine(SGLANG, _NO_SIGN)
 
 
+def shows_engine(container: Mapping[str, Any]) -> bool:
+    """Return whether a container shows by command, image or option which engine it runs."""
+    return engine_of(container).why != _NO_SIGN
+
+
 def other_engine(container: Mapping[str, Any]) -> str:
     """Return the name of an engine that Windrow cannot drive; empty: none is recognised."""
     name = engine_of(container).name

@@ -104,7 +104,7 @@ class Driver:
         self._slots.policies = cluster.policies
         self._queue, self._schedule, self._alarm = WorkQueue(), DueKeys(), _Alarm()
         self._sidecars = Sidecars(cluster, kube, recorder, metrics, self._within)
-        self._policies = PolicyStatus(cluster, kube, metrics)
+        self._policies = PolicyStatus(cluster, kube, recorder, metrics)
         self._steps = JobSteps(
             *(cluster, self._slots, kube, recorder, metrics, self._sidecars),
             look_again=self._look_again,

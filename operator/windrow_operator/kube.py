@@ -166,6 +166,16 @@ class Kube:
             found |= {body["metadata"]["uid"]: body for body in piece}
         return list(found.values())
 
+    async def first(self, path: str, *, labels: str = "", limit: int) -> list[Body]:
+        """Return at most `limit` objects of a collection; none when its kind is unknown."""
+        try:
+            piece = await self._request(
+                "GET", f"{path}?{urlencode({'labelSelector': labels, 'limit': limit})}"
+            )
+        except ObjectNotFound:
+            return []
+        return list(piece.get("items") or ())
+
     async def pieces(self, path: str, *, labels: str = "") -> AsyncIterator[Sequence[Body]]:
         """Yield the objects of a collection, so that thousands hold nothing else up for long.
 

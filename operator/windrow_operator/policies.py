@@ -166,6 +166,7 @@ class PolicyCounts:
     harvesting: int = 0
     refused: int = 0
     why_refused: str = ""  # of the first: its slot and the reason
+    unprepared: str = ""  # workloads that are selected and not prepared, and what each lacks
 
 
 def status_of(
@@ -195,7 +196,8 @@ def status_of(
         else (
             "False",
             Reason.NO_PODS,
-            f"No decode pod of namespace {policy.namespace} matches. A pod "
+            policy_counts.unprepared
+            or f"No decode pod of namespace {policy.namespace} matches. A pod "
             "that no rule takes for decode needs the label windrow.dev/inject: enabled in its "
             "template; windrow inject -f shows it",
         )
@@ -222,6 +224,8 @@ def status_of(
 
 def _selected(policy_counts: PolicyCounts) -> str:
     pods = _count(policy_counts.pods, "decode pod")
+    if policy_counts.unprepared:
+        pods = f"{pods}; {policy_counts.unprepared}"
     if not policy_counts.refused:
         return pods
     of_slots = "slot" if policy_counts.refused == 1 else "slots"
