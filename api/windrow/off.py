@@ -72,10 +72,16 @@ class ClusterSwitch:
     Args:
         client: whose rights are used: ConfigMaps of the operator's namespace, and slots and pods.
         namespace: of the operator.
+        served: namespaces whose slots are looked at; none: all, which needs a right over all.
     """
 
-    def __init__(self, client: WindrowClient, namespace: str = OPERATOR_NAMESPACE) -> None:
-        self._client, self._namespace = client, namespace
+    def __init__(
+        self,
+        client: WindrowClient,
+        namespace: str = OPERATOR_NAMESPACE,
+        served: Iterable[str] = (),
+    ) -> None:
+        self._client, self._namespace, self._served = client, namespace, tuple(served)
         self._core = k8s.CoreV1Api(client.api)
         self._custom = k8s.CustomObjectsApi(client.api)
 
@@ -116,10 +122,22 @@ class ClusterSwitch:
     def slots(self) -> list[SlotQuiet]:
         """Return of every slot whether it is quiet."""
         with _answers("HarvestSlots"):
+            return [self._quiet(slot) for slot in self._listed()]
+
+    def _listed(self) -> list[Mapping[str, Any]]:
+        kind = (GROUP, VERSION)
+        if not self._served:
             listed = self._custom.list_cluster_custom_object(
-                GROUP, VERSION, HARVEST_SLOT.plural, _request_timeout=_TIMEOUT_S
-            )["items"]
-            return [self._quiet(slot) for slot in listed]
+                *kind, HARVEST_SLOT.plural, _request_timeout=_TIMEOUT_S
+            )
+            return list(listed["items"])
+        found: list[Mapping[str, Any]] = []
+        for namespace in self._served:
+            listed = self._custom.list_namespaced_custom_object(
+                *kind, namespace, HARVEST_SLOT.plural, _request_timeout=_TIMEOUT_S
+            )
+            found += listed["items"]
+        return found
 
     def _quiet(self, slot: Mapping[str, Any]) -> SlotQuiet:
         found = quiet_of(slot)

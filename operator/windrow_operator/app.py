@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from windrow.errors import UserError
-from windrow_operator import handlers, pki, prerequisites, webhook
+from windrow_operator import connections, handlers, pki, prerequisites, webhook
 from windrow_operator.attach import AttachServer
 from windrow_operator.certificates import Certificates, TrustPublisher
 from windrow_operator.cluster_state import ClusterState
@@ -348,7 +348,12 @@ class App:
             "webhook",
             settings.webhook_port,
             lambda port: _serve_http(
-                stack, hook.application(), settings.host, port, certificates.context
+                stack,
+                hook.application(),
+                settings.host,
+                port,
+                certificates.context,
+                hook.connections,
             ),
         )
 
@@ -408,16 +413,25 @@ async def _serve_http(
     host: str,
     port: int,
     tls: Any,  # noqa: ANN401
+    counted: connections.Connections | None = None,
 ) -> int:
+    """Serve until the stack ends; return the port. `counted`: bounds idle connections."""
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.2)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, ssl_context=tls).start()
+        if counted is None:
+            await web.TCPSite(runner, host, port, ssl_context=tls).start()
+            address = runner.addresses[0]
+        else:
+            assert runner.server is not None  # it was set up
+            server = await connections.listen(runner.server, counted, host, port, tls)
+            stack.callback(server.close)
+            address = server.sockets[0].getsockname()
     except OSError:
         await runner.cleanup()
         raise
     stack.push_async_callback(runner.cleanup)
-    return int(runner.addresses[0][1])
+    return int(address[1])
 
 
 async def _end(tasks: list[asyncio.Task[Any]]) -> None:

@@ -166,7 +166,7 @@ class Kube:
             found |= {body["metadata"]["uid"]: body for body in piece}
         return list(found.values())
 
-    async def first(self, path: str, *, labels: str = "", limit: int) -> list[Body]:
+    async def first(self, path: str, *, labels: str = "", limit: int) -> Sequence[Body]:
         """Return at most `limit` objects of a collection; none when its kind is unknown."""
         try:
             piece = await self._request(

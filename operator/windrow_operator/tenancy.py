@@ -146,6 +146,7 @@ def _credentials_refusal(
     for field, place, secret in (
         *((field, place, spec.dataset.secret_ref) for field, place in spec.dataset.sources),
         ("output.destination", spec.output.destination, spec.output.secret_ref),
+        # A bucket of spec.checkpoint.resumeFrom comes with a destination in one.
     ):
         if is_bucket(place) and secret is None:
             whom = "nobody" if terms.access.pod_credentials is False else "its own namespace only"
@@ -170,10 +171,20 @@ def _folder_refusal(
         named.append(("adapter.from", spec.adapter.start_from))
     if not serves_model:
         named.append(("model.name", spec.model.name))
+    begins_at = spec.checkpoint.resume_from
+    if begins_at is not None and not job.status.get("checkpoint"):
+        named.append(("checkpoint.resumeFrom", begins_at))
     for field, place in named:
         path = path_of(place)
         around = [v for v in terms.sidecar.volumes if is_below([v.mount_path], path)]
-        if is_bucket(place) or not path.startswith("/") or not around:
+        if is_bucket(place) or not path.startswith("/"):
+            continue
+        if not around:
+            if place is begins_at:
+                return (
+                    f"cannot read spec.{field} {place}: it is on no volume of policy {policy.name} "
+                    "(sidecar.volumes)"
+                )
             continue
         tree = tree_of(policy, max(around, key=lambda v: len(v.mount_path)), job.namespace)
         if not is_below([tree], path):

@@ -18,12 +18,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Return 0 when it is done, 1 where a slot could not be proven off in time."""
     parser = argparse.ArgumentParser(prog="python -m windrow_operator.uninstall")
     parser.add_argument("--namespace", required=True, help="of the operator")
+    parser.add_argument(
+        "--namespace-scope", default="", metavar="A,B", help="that are served; default: all"
+    )
     parser.add_argument("--within", type=float, default=300.0, metavar="S", help="[%(default)s]")
     parser.add_argument("--clear", action="store_true", help="remove the switch")
     parser.add_argument("--kubeconfig", help="default: as kubectl finds it, or that of the pod")
     args = parser.parse_args(arguments)
     try:
-        switch = ClusterSwitch(WindrowClient(args.kubeconfig), args.namespace)
+        served = filter(None, args.namespace_scope.split(","))
+        switch = ClusterSwitch(WindrowClient(args.kubeconfig), args.namespace, served)
         if args.clear:
             switch.turn_on()
             return 0

@@ -13,13 +13,13 @@ from typing import Any
 
 from windrow.crd import LABEL_DECODE, LABEL_INJECT, LabelSelector
 from windrow_operator import policies
+from windrow_operator.command_line import option_of
 from windrow_operator.decode_pods import (
     MODE,
     SGLANG,
     containers_of,
     engine_of,
     matching_rule,
-    option_of,
     shows_engine,
 )
 from windrow_operator.model import CheckedPolicy

@@ -24,6 +24,7 @@ from windrow.crd import GROUP, LABEL_DECODE
 from windrow.crd.harvestpolicy import SidecarSpec
 from windrow_operator import policies
 from windrow_operator.cluster_state import ClusterState
+from windrow_operator.connections import Connections
 from windrow_operator.decode_pods import DECODES, IS_REQUESTED, NOT_DISABLED
 from windrow_operator.injection import (
     DECODE_IMAGE,
@@ -200,6 +201,9 @@ class Webhook:
             Default: a word of this process alone.
         client_names: of the API server's client certificate, where one is asked for; empty: any
             that the authority has signed.
+
+    Attributes:
+        connections: those of callers that have not shown yet that they are the API server.
     """
 
     def __init__(
@@ -220,6 +224,7 @@ class Webhook:
         self._keys = keys or (lambda: (own,))
         self._client_names = frozenset(client_names)
         self._turns, self._waiting = asyncio.Semaphore(_AT_ONCE), 0
+        self.connections = Connections()
 
     def application(self) -> web.Application:
         """Return the HTTP application."""
@@ -231,7 +236,10 @@ class Webhook:
     async def _mutate(self, request: web.Request) -> web.Response:
         # Before anything of it is read: only the API server knows the path.
         if not self._is_api_server(request):
-            return _nothing_said(403)
+            refusal = _nothing_said(403)
+            refusal.force_close()
+            return refusal
+        self.connections.forget(request.transport)
         if self._waiting >= _MOST_WAITING:
             return _nothing_said(503)
         self._waiting += 1

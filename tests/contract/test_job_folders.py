@@ -7,17 +7,25 @@ worker of an older epoch writes nothing any more; the adapter is there whole or 
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from windrow.errors import UserError
+from windrow_sidecar.finetune.data.confined_files import ConfinedFiles
 from windrow_sidecar.finetune.data.remote import Credentials, storage_options
 from windrow_sidecar.finetune.job.bucket import (
     BucketFolder,
     BucketSilent,
     OwnBucketFolder,
     _file_system,
+)
+from windrow_sidecar.finetune.job.starting_point import (
+    NamedCheckpoint,
+    bucket_files,
+    local_files,
 )
 from windrow_sidecar.finetune.training.checkpoint import Completion, Fenced, JobFolder, Position
 
@@ -33,6 +41,12 @@ class OnDisk:
 
     def folder(self, epoch=1):
         return JobFolder(self.root, UID, epoch)
+
+    def other(self, named, namespace=""):
+        """The folder of another job that names a checkpoint of this one's."""
+        files = local_files(ConfinedFiles([self.root]))
+        starts_from = NamedCheckpoint(f"{self.root}/{named}", files, namespace)
+        return JobFolder(self.root / "else", "other-job", 1, starts_from=starts_from)
 
     def names(self):
         return sorted(str(p.relative_to(self.root)) for p in self.root.rglob("*") if p.is_file())
@@ -59,6 +73,11 @@ class InBucket:
 
     def folder(self, epoch=1):
         return BucketFolder(self.url, UID, epoch, self._open(), self._scratch / f"node-{epoch}")
+
+    def other(self, named, namespace=""):
+        starts_from = NamedCheckpoint(f"{self.url}/{named}", bucket_files(self._open()), namespace)
+        at = (f"{self.url}/else", "other-job", 1, self._open(), self._scratch / "other")
+        return BucketFolder(*at, starts_from=starts_from)
 
     def names(self):
         root = self.url.removeprefix("s3://")
@@ -126,6 +145,76 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(store, folder, harm):
         store.write(f"{at}/manifest.json", json.dumps(manifest).encode())
     assert folder.newest().position == Position(1)
     assert [text.partition(": ")[0] for text in folder.passed_over] == [damaged]
+
+
+JOB, FIRST = f".windrow/{UID}", f".windrow/{UID}/checkpoints/step-00000001-00000"
+
+
+@pytest.mark.parametrize(("named", "step"), [(JOB, 2), (FIRST, 1)])
+def test_a_job_goes_on_from_the_checkpoint_that_it_names_until_it_has_its_own(
+    store, folder, named, step
+):
+    for done in (1, 2):
+        folder.save(Position(done, tokens_done=done), TENSORS, keep=3)
+    other = store.other(named)
+    other.claim()
+    found = other.newest()
+    assert (found.position.step, found.is_named) == (step, True)
+    assert all(torch.equal(found.tensors[name], TENSORS[name]) for name in TENSORS)
+    assert other.begun == folder.begun  # so that a template that writes the date writes the same
+    other.save(Position(5), TENSORS, keep=3)
+    assert (other.newest().position.step, other.newest().is_named) == (5, False)
+
+
+@pytest.mark.parametrize("named", ["nothing", FIRST])
+def test_a_checkpoint_that_is_named_and_not_there_is_refused_before_anything_is_loaded(
+    store, folder, named
+):
+    folder.save(Position(2), TENSORS, keep=3)
+    with pytest.raises(UserError, match="holds no checkpoint") as refused:
+        store.other(named).claim()
+    assert refused.value.field == "spec.checkpoint.resumeFrom"
+
+
+def test_a_named_checkpoint_that_is_damaged_is_refused_and_an_older_whole_one_is_taken(
+    store, folder
+):
+    for step in (1, 2):
+        folder.save(Position(step), TENSORS, keep=3)
+    at = f"{JOB}/checkpoints/step-00000002-00000/tensors.safetensors"
+    store.write(at, store.read(at)[:-4])
+    assert store.other(JOB).newest().position.step == 1
+    with pytest.raises(UserError, match="does not have the checksum"):
+        store.other(at.rpartition("/")[0]).newest()
+
+
+def test_a_named_checkpoint_leads_nowhere_else(tmp_path):
+    """Links out of the volume, pipes, and what another namespace's job left."""
+    secret = tmp_path / "elsewhere"
+    secret.mkdir()
+    (secret / "manifest.json").write_text("{}")
+    store = OnDisk(tmp_path / "volume")
+    folder = JobFolder(store.root, UID, 1, namespace="bank")
+    folder.claim()
+    at = Path(folder.save(Position(1), TENSORS, keep=3))
+    (store.root / "link").symlink_to(secret)
+    (store.root / "pipe").mkdir()
+    os.mkfifo(store.root / "pipe" / "manifest.json")
+    with pytest.raises(UserError, match="leads by a link out of"):
+        store.other("link").claim()
+    with pytest.raises(UserError, match="is not a regular file"):
+        store.other("pipe").claim()
+    with pytest.raises(UserError, match="is not on a volume that this job may read") as refused:
+        store.other("../elsewhere").claim()
+    assert refused.value.field == "spec.checkpoint.resumeFrom"
+    for named in (JOB, FIRST):
+        with pytest.raises(UserError, match="of a job of another namespace"):
+            store.other(named, "evil").claim()
+        store.other(named, "bank").claim()
+    (at / "state.json").unlink()
+    (at / "state.json").symlink_to(secret / "manifest.json")
+    with pytest.raises(UserError, match="leads by a link out of"):
+        store.other(FIRST).newest()
 
 
 def test_a_worker_of_an_older_epoch_writes_nothing_any_more(store, folder):

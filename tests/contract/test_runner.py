@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 import threading
 import time
 
@@ -15,8 +16,9 @@ from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.job.assembly import JobSpec, TrainingSession
 from windrow_sidecar.finetune.job.gate import OpenGate
-from windrow_sidecar.finetune.job.ledger import JobState, Ledger
+from windrow_sidecar.finetune.job.ledger import CheckpointUnreachable, JobState, Ledger
 from windrow_sidecar.finetune.job.runner import Runner
+from windrow_sidecar.finetune.job.starting_point import NamedCheckpoint, local_files
 from windrow_sidecar.finetune.memory.training_memory import OwnMemory
 from windrow_sidecar.finetune.training.checkpoint import JobFolder
 from windrow_sidecar.finetune.training.checkpoint_origin import Origin
@@ -64,17 +66,20 @@ class Gate(OpenGate):
 class Started:
     """A tiny job with everything that runs it; a checkpoint is due after each step."""
 
-    def __init__(self, root, *commands, notes=(), forgets=False, epoch=1) -> None:
+    def __init__(
+        self, root, *commands, notes=(), forgets=False, epoch=1, starts_from=None, known=""
+    ) -> None:
         self.tiny, self.told, self.gate, self.home = (
             tiny_job(),
             Told(*commands),
             Gate(),
             SpoilingHome(),
         )
-        self.folder = JobFolder(root, "a-job", epoch)
+        self.folder = JobFolder(root, "a-job", epoch, starts_from=starts_from)
         self.folder.claim()
         every = {"checkpoint": CheckpointSpec(everySteps=1)}
-        job = JobSpec("default", "tiny", "a-job", 1, small_spec().model_copy(update=every))
+        spec = small_spec().model_copy(update=every)
+        job = JobSpec("default", "tiny", "a-job", 1, spec, checkpoint=known)
         stream, job_state = self.tiny.stream, JobState(stall=StallWatch(after_s=0))
         self.job_state = job_state
         rows = DataSplit((), ())
@@ -99,6 +104,35 @@ def test_what_is_not_learnt_of_the_rows_stands_in_the_first_event_also_after_a_c
     again = Started(tmp_path, notes=notes)
     assert again.told.details[0].startswith("from step 0, ")
     assert again.told.details[0].endswith("; 2 rows are cut; 1 row is wrong")
+
+
+def test_a_job_goes_on_from_another_jobs_checkpoint_and_writes_its_own_first(
+    tmp_path, uninterrupted
+):
+    first = Started(tmp_path / "first")
+    while first.folder.newest() is None or first.folder.newest().position.step < 2:
+        first.runner.cycle()
+    named = NamedCheckpoint(str(first.folder.root), local_files(None))
+    job = Started(tmp_path / "second", starts_from=named)
+    assert job.told.details[0].startswith(f"from step 2, {first.folder.checkpoints}")
+    assert job.job_state.progress.checkpoint_path == ""  # another job's is none of its own
+    while "CHECKPOINTED" not in job.told.kinds:
+        job.runner.cycle()
+    assert job.tiny.stream.position.step == 2
+    shutil.rmtree(first.folder.root)
+    while (ending := job.runner.cycle()) is None:
+        pass
+    assert ending is Ending.SUCCEEDED
+    assert bit_equal(adapter_of(job.tiny), uninterrupted)
+
+
+def test_a_job_that_had_got_further_does_not_fall_back_to_the_checkpoint_that_it_names(tmp_path):
+    first = Started(tmp_path / "first")
+    while first.folder.newest() is None:
+        first.runner.cycle()
+    named = NamedCheckpoint(str(first.folder.root), local_files(None))
+    with pytest.raises(CheckpointUnreachable, match="step-7 is not there"):
+        Started(tmp_path / "second", starts_from=named, known="step-7")
 
 
 def test_the_stream_does_not_wait_for_a_slow_disk(tmp_path, uninterrupted):

@@ -281,12 +281,15 @@ def test_an_operator_of_some_namespaces_has_roles_in_them_and_says_so(node):
         if body["metadata"]["name"] == "windrow-operator-served"
     }
     assert served == {(k, n) for k in ("Role", "RoleBinding") for n in ("a", "b")}
-    # The hooks of `helm uninstall` have one of their own, for as long as they run.
-    (cluster,) = (
-        body
+    hook = {
+        (body["kind"], body["metadata"]["namespace"])
         for body in made
-        if (body["kind"], body["metadata"]["name"]) == ("ClusterRole", "windrow-operator")
-    )
+        if body["metadata"]["name"] == "windrow-uninstall-served"
+    }
+    assert hook == served
+    (job,) = (b for b in made if (b["kind"], b["metadata"]["name"]) == ("Job", "windrow-uninstall"))
+    assert "--namespace-scope=a,b" in job["spec"]["template"]["spec"]["containers"][0]["args"]
+    (cluster,) = (body for body in made if body["kind"] == "ClusterRole")
     assert not {"pods", "finetunejobs"} & {
         r for rule in cluster["rules"] for r in rule["resources"]
     }

@@ -411,6 +411,41 @@ def test_what_others_wrote_on_a_shared_volume_is_not_read(field):
     assert refusal(own, here) == ""
 
 
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("/out/bank/.windrow/u", "folder of namespace evil"),
+        ("/elsewhere/.windrow/u", "on no volume of policy chat"),
+        ("/out/evil/.windrow/u", ""),
+    ],
+)
+def test_a_job_goes_on_from_no_checkpoint_outside_of_its_own_folder(named, said):
+    shared = policy(namespaceSelector=ALL, volumes=[volume("out", "/out")])
+    here = slot(shared, outputs=("/out/{namespace}",))
+    begins = {"checkpoint": {"resumeFrom": named}, "destination": "/out/evil/x"}
+    refused = refusal(guest(source="/out/evil/rows", **begins), here)
+    assert refused.startswith("cannot read spec.checkpoint.resumeFrom") if said else refused == ""
+    assert said in refused
+    # What it has of its own is taken instead.
+    own = replace(guest(source="/out/evil/rows", **begins), status={"checkpoint": {"step": 1}})
+    assert refusal(own, here) == ""
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("../up", "climbs by .."),
+        ("here/there", "is not an absolute path"),
+        ("s3://b/x/.windrow/u", "by the credentials of the output"),
+        ("https://h/x", "nothing here can write https://"),
+    ],
+)
+def test_a_checkpoint_to_go_on_from_is_checked_when_the_job_is_read(named, said):
+    with pytest.raises(UserError, match=said) as refused:
+        parse_job_spec(spec_of(checkpoint={"resumeFrom": named}))
+    assert "checkpoint" in str(refused.value)
+
+
 def test_a_read_only_volume_of_its_own_is_everybodys():
     volumes = [volume("out", "/out"), volume("models", "/models", "other", readOnly=True)]
     shared = policy(namespaceSelector=ALL, volumes=volumes)

@@ -171,7 +171,20 @@ _SERVABLE = [
 class FinetuneJobSpec(Record):
     """One finetuning run on harvested compute."""
 
-    model_config = ConfigDict(json_schema_extra={"x-kubernetes-validations": [*_SERVABLE]})
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                *_SERVABLE,
+                cel(
+                    "!has(self.checkpoint) || !has(self.checkpoint.resumeFrom) || "
+                    "!self.checkpoint.resumeFrom.startsWith('s3://') || "
+                    "self.output.destination.startsWith('s3://')",
+                    "checkpoint.resumeFrom is read from a bucket by the credentials of the output: "
+                    "the destination has to be in a bucket as well",
+                ),
+            ]
+        }
+    )
 
     model: ModelSpec = Field(description="The base model.")
     dataset: DatasetSpec = Field(description="The rows to train on.")
@@ -229,6 +242,17 @@ class FinetuneJobSpec(Record):
             raise invalid(
                 "training.evalEverySteps has no rows to evaluate on",
                 "Set dataset.evalFraction above 0, or name rows in dataset.evalSource.",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _credentials_for_the_checkpoint(self) -> Self:
+        place = self.checkpoint.resume_from
+        if place is not None and is_bucket(place) and not is_bucket(self.output.destination):
+            raise invalid(
+                f"checkpoint.resumeFrom {place!r} is read by the credentials of the output, and "
+                f"{self.output.destination!r} is a path",
+                "Write the output to s3:// as well, or name a path on a volume.",
             )
         return self
 

@@ -6,7 +6,9 @@ from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from windrow.crd.texts import Place
 from windrow.crd.values import BelowOne, NotNegative, Positive, Ratio, Record, cel, invalid
+from windrow.outputs import is_bucket, path_of
 
 
 class OptimizerSpec(Record):
@@ -144,9 +146,41 @@ class TrainingSpec(Record):
 
 
 class CheckpointSpec(Record):
-    """Limit on the work that may be lost."""
+    """Limit on the work that may be lost, and another job's checkpoint to go on from."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel(
+                    "!has(self.resumeFrom) || self.resumeFrom.matches('^(/|file:/|s3://)')",
+                    "resumeFrom must be an absolute path or s3://bucket/folder",
+                ),
+                cel(
+                    r"!has(self.resumeFrom) || !self.resumeFrom.matches('(^|/)\\.\\.(/|$)')",
+                    "resumeFrom must name a directory without ..",
+                ),
+            ]
+        }
+    )
 
     every_steps: int = Field(
         default=50, ge=1, le=1_000_000, description="Steps between two checkpoints."
     )
     keep: int = Field(default=2, ge=1, le=1000, description="How many checkpoints are kept.")
+    resume_from: Place | None = Field(
+        default=None,
+        description="Checkpoint of another job to go on from, while this one has none of its own: "
+        "its directory, or the job's folder DESTINATION/.windrow/UID, whose newest one is taken. "
+        "On a volume that this job may read, or s3:// with the credentials of the output. Base "
+        "model, rows, adapter and settings have to be the same.",
+    )
+
+    @model_validator(mode="after")
+    def _checkpoint_by_its_whole_path(self) -> Self:
+        place = self.resume_from
+        if place is not None and not is_bucket(place) and not path_of(place).startswith("/"):
+            raise invalid(
+                f"resumeFrom {place!r} is not an absolute path",
+                "Write it from the root, or as s3://bucket/folder.",
+            )
+        return self

@@ -123,6 +123,15 @@ class ForkServer:
                 raise CannotFork("orphans do not come to this process")
         return pid
 
+    async def unload(self) -> None:
+        """End the server until a worker is wanted again; its workers go on.
+
+        One that is being loaded is left: whoever asked for it waits for it.
+        """
+        if self._loading is not None and self._loading.done():
+            async with self._turn:
+                await self._end()
+
     async def close(self) -> None:
         """End the server; its workers go on."""
         self._closed = True

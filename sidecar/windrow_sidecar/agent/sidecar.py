@@ -119,7 +119,12 @@ class Sidecar:
                     slot.switch(off)
                 self._link.state_changed()
             self._look_for_refusals(now_s - began_s)
+            if self._forks and self._forks.pid and self._needs_no_worker():
+                await self._forks.unload()
             await asyncio.sleep(_LOOK_S)
+
+    def _needs_no_worker(self) -> bool:
+        return all(slot.needs_no_worker for slot in self._slots.values())
 
     def _look_for_refusals(self, age_s: float) -> None:
         """Make a slot of an engine that its plugin has refused, or that has never called."""

@@ -217,6 +217,11 @@ class AgentSlot:
             self._refused = ""
             self._on_facts()
 
+    @property
+    def needs_no_worker(self) -> bool:
+        """Whether no worker runs here and none is to come."""
+        return self._effective_policy().mode != "harvest" and self.jobs.has_no_worker
+
     def _prepare(self) -> None:
         """Have a worker wait ahead of its job where one may come: beside an engine, to harvest.
 
@@ -224,7 +229,11 @@ class AgentSlot:
         from a busy one. A job that comes before such a moment starts its worker itself.
         """
         free = self.jobs.has_no_worker
-        wanted = self._effective_policy().mode == "harvest" and self._channel is not None and free
+        harvests = self._effective_policy().mode == "harvest"
+        if not harvests:
+            # No job comes: the memory of one that waits is decode's.
+            self._preparing = asyncio.create_task(self._standby.dismiss())
+        wanted = harvests and self._channel is not None and free
         if wanted and self.hello and self.stats.batch == 0:
             self._preparing = asyncio.create_task(self._standby.prepare(self.hello.model))
 

@@ -260,6 +260,10 @@ class Standby:
         self._hang_up()
         return process
 
+    async def dismiss(self) -> None:
+        """End the one that waits, until another is prepared: its memory is the pod's."""
+        await self._end()
+
     async def close(self) -> None:
         """End the one that waits, and have none any more."""
         self._closed = True

@@ -30,6 +30,7 @@ from windrow.holder import HOLDER, AlreadyHeld, hold, wait_for_orphan
 from windrow.outputs import OWN_FOLDER, is_bucket, path_of
 from windrow.redaction import redacted
 from windrow.wheel import install_client
+from windrow_sidecar.finetune.data.confined_files import ConfinedFiles
 from windrow_sidecar.finetune.data.remote import (
     Credentials,
     answers_later,
@@ -39,6 +40,11 @@ from windrow_sidecar.finetune.data.remote import (
 )
 from windrow_sidecar.finetune.job.assembly import JobSpec
 from windrow_sidecar.finetune.job.scalars import METRICS_FILE
+from windrow_sidecar.finetune.job.starting_point import (
+    NamedCheckpoint,
+    bucket_files,
+    local_files,
+)
 from windrow_sidecar.finetune.training.checkpoint import (
     BEGUN,
     COMPLETED,
@@ -50,6 +56,7 @@ from windrow_sidecar.finetune.training.checkpoint import (
     Fenced,
     JobFolder,
     Position,
+    StartingPoint,
     read_checkpoint,
 )
 from windrow_sidecar.finetune.training.checkpoint_origin import Origin
@@ -78,13 +85,37 @@ def open_folder(job: JobSpec) -> JobFolder:
         UserError: the job may not write there, or this worker has no client for it.
     """
     destination = job.spec.output.destination
+    trees = job.access.trees if job.access.trees is not None else job.outputs
+    confined = None if trees is None else ConfinedFiles(trees, job.access.never)
     if is_bucket(destination):
         url = path_of(destination)
         job.access.check_bucket(job.output_credentials.secret, "spec.output.secretRef")
         if endpoint := storage_options(url, job.output_credentials).get("endpoint_url"):
             job.access.check_endpoint(endpoint, "spec.output.secretRef")
-        return BucketFolder(url, job.uid, job.epoch, _file_system(url, job.output_credentials))
-    return JobFolder(job.destination, job.uid, job.epoch, namespace=job.namespace)
+        system = _file_system(url, job.output_credentials)
+        starts_from = _starting_point(job, confined, system)
+        return BucketFolder(url, job.uid, job.epoch, system, starts_from=starts_from)
+    starts_from = _starting_point(job, confined)
+    return JobFolder(
+        job.destination, job.uid, job.epoch, namespace=job.namespace, starts_from=starts_from
+    )
+
+
+def _starting_point(
+    job: JobSpec,
+    confined: ConfinedFiles | None,
+    system: Any = None,  # noqa: ANN401 - fsspec's
+) -> NamedCheckpoint | None:
+    """Return the checkpoint that the job names; `system`: of a destination in a bucket."""
+    place = job.spec.checkpoint.resume_from
+    if place is None:
+        return None
+    if not is_bucket(place):
+        own = confined is None  # a machine of one's own, where links are as good as names
+        named = str(Path(path_of(place)).resolve()) if own else place
+        return NamedCheckpoint(named, local_files(confined), "" if own else job.namespace)
+    assert system is not None  # the spec names a bucket with a destination in one alone
+    return NamedCheckpoint(place, bucket_files(system))
 
 
 def open_own_folder(job: JobSpec, parent: int = 0, *, fresh: bool = False) -> JobFolder:
@@ -102,11 +133,14 @@ def open_own_folder(job: JobSpec, parent: int = 0, *, fresh: bool = False) -> Jo
     if not is_bucket(place):
         # On a machine of their own people may keep adapters behind links.
         folder = JobFolder(job.destination.resolve(), job.uid, job.epoch, parent, job.namespace)
+        folder.starts_from = _starting_point(job, None)
         folder.place = str(job.destination)
         return folder
     url = path_of(place)
     system = _file_system(url, job.output_credentials)
-    return OwnBucketFolder(url, job.uid, system, job.destination.resolve(), parent, fresh=fresh)
+    own = OwnBucketFolder(url, job.uid, system, job.destination.resolve(), parent, fresh=fresh)
+    own.starts_from = _starting_point(job, None, system)
+    return own
 
 
 class BucketFolder(JobFolder):
@@ -119,7 +153,7 @@ class BucketFolder(JobFolder):
         system: fsspec's, which must not cache listings.
         scratch: a directory on this machine (default: below that for temporary files).
         here: of this folder on this machine (default: one of this epoch's below `scratch`).
-        parent: see `JobFolder`.
+        parent, starts_from: see `JobFolder`.
     """
 
     _credentials: ClassVar[str] = _BY_SECRET  # what to do where they lack
@@ -134,9 +168,11 @@ class BucketFolder(JobFolder):
         *,
         here: Path | None = None,
         parent: int = 0,
+        starts_from: StartingPoint | None = None,
     ) -> None:
         self._jobs = (scratch or Path(tempfile.gettempdir())).resolve() / "windrow-jobs" / job_uid
-        super().__init__(here or self._jobs / str(epoch), job_uid, epoch, parent)
+        folder = here or self._jobs / str(epoch)
+        super().__init__(folder, job_uid, epoch, parent, starts_from=starts_from)
         self.place, self._system = url, system
         self._url = f"{url}/{OWN_FOLDER}/{job_uid}"
 
@@ -157,8 +193,15 @@ class BucketFolder(JobFolder):
         with self._asking():
             self._check_epochs()
             self._system.pipe_file(f"{self._url}/epochs/{self.epoch:08d}", b"")
-            self.begun = self._begun_anywhere(datetime.now().astimezone())
+            self.begun = self._begun_anywhere(self._first_begun())
             self._fetch_figures()
+
+    def _check_start(self) -> None:
+        with self._asking():
+            super()._check_start()
+
+    def _has_checkpoints(self) -> bool:
+        return bool(self._names())
 
     def _begun_anywhere(self, now: datetime) -> datetime:
         """Return when the job first was, on whichever machine."""
@@ -219,9 +262,15 @@ class BucketFolder(JobFolder):
     def newest(self) -> Checkpoint | None:
         """Download the newest good checkpoint; for broken and foreign ones see `passed_over`.
 
+        Without one it is that which the job names.
+
         Raises:
             UserError, BucketSilent: see `claim`; nobody knows then whether there is one.
         """
+        with self._asking():
+            return super().newest()
+
+    def _own_newest(self) -> Checkpoint | None:
         self.passed_over = ()
         with self._asking():
             for name in self._names():

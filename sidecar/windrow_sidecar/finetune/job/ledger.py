@@ -131,7 +131,7 @@ class Ledger:
         self._gradients = GradientWatch()
 
     def restore(self) -> bool:
-        """Go on from the newest good checkpoint, where there is one, and say so.
+        """Go on from the newest good checkpoint, or the one that the job names, and say so.
 
         Return whether work is left; False where an earlier worker wrote the
         adapter: reported now.
@@ -151,7 +151,8 @@ class Ledger:
             goes_on = found.path if found else "the beginning"
             detail = f"passed over {'; '.join(passed_over)}; the job goes on from {goes_on}"
             self._reporter.event(WorkerEvent("WARNED", Reason.CHECKPOINT_UNREADABLE, detail))
-        if found is None and not passed_over and self._session.job.checkpoint:
+        own = found is not None and not found.is_named
+        if not own and not passed_over and self._session.job.checkpoint:
             raise CheckpointUnreachable(
                 f"{self._session.job.checkpoint} is not there: this slot's pod does not see what "
                 "the job has done so far. Mount the same storage in every pod that it may run on, "
@@ -167,7 +168,12 @@ class Ledger:
         self._stream.restore(found.position, found.tensors)
         self._job_state.tokens_restored = found.position.tokens_done
         self._scalars.begin(found.position.tokens_done)
-        self._progress(checkpoint_step=found.position.step, checkpoint_path=found.path)
+        if own:
+            self._progress(checkpoint_step=found.position.step, checkpoint_path=found.path)
+        else:
+            # Another job's may go at any time: this one gets its own as soon as it can.
+            self._progress()
+            self._checkpoint_due = True
         moved = found.origin.moved(self._session.origin)
         self._started(Reason.RESUMED, f"from step {found.position.step}, {found.path}{moved}")
         return True

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from torch import Tensor
 
@@ -112,22 +112,57 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A good checkpoint, read and verified; `path`: its directory, or its URL."""
+    """A good checkpoint, read and verified.
+
+    Attributes:
+        path: its directory, or its URL.
+        position: in its job.
+        tensors: [...] each.
+        origin: what it belongs to.
+        is_named: whether it is the one that the job names, and not its own.
+    """
 
     path: str
     position: Position
     tensors: dict[str, Tensor]
     origin: Origin = field(default_factory=Origin)
+    is_named: bool = False
 
     def check(self, wanted: Origin) -> None:
         """Raise UserError unless it is of that origin."""
         if (differs := self.origin.differs(wanted)) is not None:
+            otherwise = (
+                "leave out spec.checkpoint.resumeFrom"
+                if self.is_named
+                else f"delete {_job_of(self.path)} and start again"
+            )
             raise UserError(
                 f"cannot resume from {self.path}: {differs.problem}",
                 field=differs.field,
-                remedy=f"{differs.remedy}, or delete {_job_of(self.path)} and start again.",
+                remedy=f"{differs.remedy}, or {otherwise}.",
                 reason=Reason.CHECKPOINT_MISMATCH,
             )
+
+
+class StartingPoint(Protocol):
+    """A checkpoint that a job names to go on from while it has none of its own."""
+
+    def check(self) -> None:
+        """Look for it, before anything is loaded.
+
+        Raises:
+            UserError: it is not there, or the job may not read it.
+        """
+
+    def begun(self) -> datetime | None:
+        """Return when its job first was; None: nobody has noted it."""
+
+    def read(self) -> Checkpoint:
+        """Read and verify it.
+
+        Raises:
+            UserError: see `check`, or it is damaged.
+        """
 
 
 class JobFolder:
@@ -139,6 +174,7 @@ class JobFolder:
         epoch: of the worker.
         parent: the process with whose end the worker ends; 0: there is none.
         namespace: of the job: later jobs of it may replace the adapter; empty: it is not known.
+        starts_from: what the job goes on from while it has no checkpoint of its own.
 
     Attributes:
         place: the destination, as people name it.
@@ -154,7 +190,9 @@ class JobFolder:
         epoch: int,
         parent: int = 0,
         namespace: str = "",
+        starts_from: StartingPoint | None = None,
     ) -> None:
+        self.starts_from = starts_from
         self.destination, self.job_uid, self.epoch = destination, job_uid, epoch
         self.root = destination / OWN_FOLDER / job_uid
         self.checkpoints = self.root / "checkpoints"
@@ -178,10 +216,15 @@ class JobFolder:
 
         Raises:
             UserError: the destination is not writable, or holds what another namespace's job left.
+            UserError: the checkpoint that the job names cannot be read (see `StartingPoint`).
             Fenced: a higher epoch was here already, or another process has this very one: the same
                 manifest is run twice.
             OSError: the disk is full.
         """
+        self._claim(waits_for, alive)
+        self._check_start()
+
+    def _claim(self, waits_for: Callable[[str], None], alive: Callable[[], None]) -> None:
         holder = self.root / f"{HOLDER}{self.epoch}"
         self._refuse_folders()
         try:
@@ -194,7 +237,7 @@ class JobFolder:
                 self._own()
                 self._remove_drafts()
                 _write_file(self.root / "fence", str(self.epoch).encode())
-            self.begun = self._begun(datetime.now().astimezone())
+            self.begun = self._begun(self._first_begun())
         except AlreadyHeld as held:
             raise Fenced(
                 f"{held} is training this job, in {self.root}. Wait until it ends, or stop it; "
@@ -209,6 +252,20 @@ class JobFolder:
                 remedy="Name a directory on a volume that the worker may write.",
                 reason=Reason.OUTPUT_NOT_WRITABLE,
             ) from error
+
+    def _check_start(self) -> None:
+        """Look for the checkpoint that the job names, while it has none of its own."""
+        if self.starts_from is not None and not self._has_checkpoints():
+            self.starts_from.check()
+
+    def _has_checkpoints(self) -> bool:
+        """Return whether the job has any of its own."""
+        return bool(self._folders())
+
+    def _first_begun(self) -> datetime:
+        """Return when the job first was where nobody has noted it: as what it goes on from."""
+        of_other = self.starts_from.begun() if self.starts_from is not None else None
+        return of_other or datetime.now().astimezone()
 
     def _begun(self, now: datetime) -> datetime:
         """Return when the job first was; that is `now` where nobody has noted it yet."""
@@ -430,7 +487,16 @@ class JobFolder:
         """Have the figures of all steps so far last; those of a directory do already."""
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest good checkpoint; for broken and foreign ones see `passed_over`."""
+        """Return the newest good checkpoint; for broken and foreign ones see `passed_over`.
+
+        Without one it is that which the job names.
+
+        Raises:
+            UserError: see `StartingPoint.read`.
+        """
+        return self._own_newest() or (self.starts_from.read() if self.starts_from else None)
+
+    def _own_newest(self) -> Checkpoint | None:
         self.passed_over = ()
         for folder in self._folders():
             try:
@@ -469,23 +535,39 @@ def read_checkpoint(folder: Path, job_uid: str) -> Checkpoint:
     Raises:
         OSError, ValueError, KeyError, TypeError, AttributeError: it is not whole, or not the job's.
     """
+    return verify_checkpoint(str(folder), lambda name: _read(folder / name), job_uid)
+
+
+def verify_checkpoint(
+    place: str, read: Callable[[str], bytes], job_uid: str | None = None
+) -> Checkpoint:
+    """Read and verify a checkpoint, from wherever its files are.
+
+    Args:
+        place: its directory or URL.
+        read: returns what a file of it holds.
+        job_uid: of its job; None: it may be of any.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError, AttributeError: it is not whole, or not the job's.
+    """
     from safetensors.torch import load
 
-    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest = json.loads(read(MANIFEST))
     if manifest["format"] != FORMAT:
         raise ValueError(f"format {manifest['format']}, this version reads {FORMAT}")
-    if manifest["job_uid"] != job_uid:
+    if job_uid is not None and manifest["job_uid"] != job_uid:
         raise ValueError(f"belongs to job {manifest['job_uid']}")
-    contents = {name: (folder / name).read_bytes() for name in (STATE, TENSORS)}
+    contents = {name: read(name) for name in (STATE, TENSORS)}
     for name, content in contents.items():
         if hashlib.sha256(content).hexdigest() != manifest["sha256"][name]:
             raise ValueError(f"{name} does not have the checksum that was written")
     state: dict[str, Any] = json.loads(contents[STATE])
     state["committed_rows"] = tuple(state["committed_rows"])
     state["judged"] = Judged(**state["judged"])
-    with told_by_system(folder / TENSORS):
+    with told_by_system(Path(place, TENSORS)):
         tensors = load(contents[TENSORS])
-    return Checkpoint(str(folder), Position(**state), tensors, Origin(**manifest["origin"]))
+    return Checkpoint(place, Position(**state), tensors, Origin(**manifest["origin"]))
 
 
 def _job_of(checkpoint: str) -> str:
@@ -549,7 +631,8 @@ def _read(path: Path) -> bytes:
     Raises:
         OSError: ELOOP where it is.
     """
-    with open(open_without_links(path, os.O_RDONLY), "rb") as found:
+    # A pipe would hold the open itself until somebody writes.
+    with open(open_without_links(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as found:
         return found.read()
 
 
