@@ -272,6 +272,8 @@ async def test_an_engine_that_is_no_client_has_workers_run_in_turn(cuda_standin,
         (replace(GPU, uuids=["b"]), {}, "is none of the 1 that the sidecar's container sees"),
         (replace(GPU, uuids=["b"]), {"device": "gpu:NVIDIA-H100-MIG-1g.10gb"}, ""),
         (replace(GPU, uuids=["b"]), {"device_uuid": ""}, ""),
+        (replace(GPU, uuids=["a", "b"]), {}, ""),  # workers are shown decode's alone
+        (replace(GPU, uuids=["a", "b"]), {"device_uuid": ""}, "sees 2 GPUs, and decode has not"),
         (Survey(why="looking at it failed: killed"), {}, ""),
         (Survey(why="no libcuda", uuids=()), {"driver": "host"}, ""),
     ],

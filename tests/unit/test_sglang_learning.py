@@ -1,7 +1,18 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
 from windrow.rundir import RunDir, profile_file
-from windrow_sidecar.engines.sglang.learning import KeptProfile, SoloLearner
+from windrow_sidecar.engines.hook import StepInput
+from windrow_sidecar.engines.profile import Subject
+from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest, _Step
+from windrow_sidecar.engines.sglang.learning import (
+    FullShareEstimate,
+    KeptProfile,
+    SoloLearner,
+)
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.solo import fit_solo
 
@@ -111,3 +122,47 @@ def test_an_engine_starts_from_what_another_slot_of_its_pod_has_measured(tmp_pat
     assert mine.of("b") is None
     mine.keep({"key": "a", "of": 1})
     assert mine.of("a") == {"key": "a", "of": 1}
+
+
+def test_without_a_profile_the_load_that_is_seen_says_what_shares_would_take_at_most():
+    estimate = FullShareEstimate(host_levels(4))
+    for _ in range(39):
+        estimate.add(4, 100, 2000)
+    assert estimate.news() is None  # too few to say anything
+    estimate.add(4, 100, 2000)
+    found = {sample.units: sample.step_us for sample in estimate.news()}
+    assert found == {4: 2000, 3: pytest.approx(2000 * 4 / 3), 2: 4000, 1: 8000}
+    assert estimate.news() is None
+    for _ in range(8):
+        estimate.add(8, 100, 3000)
+    assert {sample.batch for sample in estimate.news()} == {4, 8}
+
+
+class Inner:
+    """The hook, as far as learning asks it."""
+
+    def __init__(self, mode):
+        self.controller = SimpleNamespace(terms=SimpleNamespace(mode=mode))
+        self.profiles = []
+
+    def set_profile(self, profile):
+        self.profiles.append(profile)
+
+
+def test_a_policy_that_observes_is_told_a_gain_and_harvests_by_no_estimate():
+    """Observing moves no share of decode's, so that nothing but its load is known."""
+    levels, inner = host_levels(2), Inner("observe")
+    subject = Subject("host:2-cores", "host", "sglang", "0.5.23", "f")
+    parts = SimpleNamespace(inner=inner, splits=levels, subject=subject)
+    harvest = SchedulerHarvest(parts, SoloLearner(levels))
+    for batch in (4, 6, 8):
+        for _ in range(20):
+            facts = StepInput(1, 0, batch, 100, 0, 0, 0)
+            harvest._learn(_Step(facts, None, 2, 0, 0), took_us(2, batch, 100))
+    (profile, *_) = inner.profiles
+    assert len(profile["solo"]) == 2  # one core and both
+    harvest._forget_estimate()
+    assert None not in inner.profiles
+    inner.controller.terms.mode = "harvest"
+    harvest._forget_estimate()
+    assert inner.profiles[-1] is None

@@ -321,6 +321,12 @@ class AgentSlot:
             return ""
         if not found.uuids:
             return f"the sidecar's container sees no GPU ({found.why})"
+        if not hello.device_uuid and len(found.uuids) > 1 and not is_slice(hello.device):
+            return (
+                f"the sidecar's container sees {len(found.uuids)} GPUs, and decode has not said "
+                "which one is its own: show both containers one GPU (NVIDIA_VISIBLE_DEVICES, or a "
+                "claim)"
+            )
         # Of a GPU's slices CUDA shows a process one; which it is tells nothing of the others.
         is_one = not hello.device_uuid or hello.device_uuid in found.uuids
         if is_one or is_slice(hello.device):

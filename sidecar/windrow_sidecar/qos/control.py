@@ -126,8 +126,8 @@ class Controller:
         """Predictor of steps; None without a latency profile: nothing is harvested then."""
         return self._predictor
 
-    def set_predictor(self, predictor: Predictor) -> None:
-        """Predict with this one from the next decision on."""
+    def set_predictor(self, predictor: Predictor | None) -> None:
+        """Predict with this one from the next decision on; None: harvest nothing without one."""
         self._predictor = predictor
         self._margins.clear()
         self.refusal = _below_decode(self._terms, predictor)

@@ -73,10 +73,11 @@ class CompiledController(Controller):
         self._tell_terms()
         self._tell_guard()
 
-    def set_predictor(self, predictor: Predictor) -> None:
-        """Predict with this one from the next decision on."""
+    def set_predictor(self, predictor: Predictor | None) -> None:
+        """Predict with this one from the next decision on; None: harvest nothing without one."""
         super().set_predictor(predictor)
-        self._tell_predictor(predictor)
+        if predictor is not None:
+            self._tell_predictor(predictor)
         self._tell_terms()
 
     def observe(self, now_ns: int, latency_us: float) -> float | None:

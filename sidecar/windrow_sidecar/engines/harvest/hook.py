@@ -117,14 +117,17 @@ class HarvestHook:
         """The job epoch of the only worker that lives; 0: none does; None: nobody has said."""
         return self._offers.live_epoch
 
-    def set_profile(self, profile: Mapping[str, Any]) -> None:
+    def set_profile(self, profile: Mapping[str, Any] | None) -> None:
         """Decide by another latency profile from now on. Decode's thread, between two steps.
+
+        Args:
+            profile: the profile; None: nothing is harvested until there is one.
 
         Raises:
             UserError: it lacks a share that decode would have beside a worker.
         """
-        solo = solo_models(profile)
-        self.controller.set_predictor(self._predictor_of(profile))
+        solo = solo_models(profile) if profile else {}
+        self.controller.set_predictor(self._predictor_of(profile) if profile else None)
         self._rate = HarvestRate(profile, solo, self._levels.units)
         self._steady_until_ns = 0
 

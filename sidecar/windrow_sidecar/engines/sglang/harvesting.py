@@ -22,7 +22,7 @@ from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook
 from windrow_sidecar.engines.harvest.link import Profile
 from windrow_sidecar.engines.hook import FailClosed, StepInput, least_slack_us, wait_for_turn
 from windrow_sidecar.engines.profile import Subject, document
-from windrow_sidecar.engines.sglang.learning import SoloLearner
+from windrow_sidecar.engines.sglang.learning import FullShareEstimate, SoloLearner
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.view import Grant
 
@@ -94,6 +94,8 @@ class SchedulerHarvest:
         self._processed_ns = self._looked_ns = self._idle_ns = 0
         self._hold_until_ns = self._free_again_ns = 0
         self._confined = False
+        self._full_share = FullShareEstimate(parts.splits) if learner is not None else None
+        self._estimated = False  # whether decisions rest on that
 
     @property
     def is_awake(self) -> bool:
@@ -116,6 +118,7 @@ class SchedulerHarvest:
         decodes = mode.is_decode()
         if not (decodes or mode.is_extend()):
             return
+        self._forget_estimate()
         facts = self._facts(scheduler, batch, previous_ns or now_ns, decodes=decodes)
         decision = self._take_share(self._parts.hook.before_step(facts), decodes=decodes)
         self._hold_until_ns = decision.hold_admission_until_ns
@@ -302,6 +305,9 @@ class SchedulerHarvest:
     def _learn(self, step: _Step, latency_us: int) -> None:
         assert self._learner is not None
         facts = step.facts
+        if self._observes():
+            self._estimate(step, latency_us)
+            return
         self._learner.add(step.units, facts.batch, facts.context_tokens, latency_us)
         samples = self._learner.news()
         if samples is None:
@@ -312,9 +318,37 @@ class SchedulerHarvest:
         except UserError:
             _log.exception("the steps seen so far make no latency profile")
             return
+        self._estimated = False
         _log.info("latency profile from %d kinds of steps", len(samples))
         self._parts.link.set_profile(Profile(self._parts.subject.key, dumps(profile)))
         self._parts.keep_profile(profile)
+
+    def _observes(self) -> bool:
+        terms = self._parts.inner.controller.terms
+        return terms is not None and terms.mode == "observe"
+
+    def _estimate(self, step: _Step, latency_us: int) -> None:
+        """Say what harvesting would give by the load that is seen: observing moves no share."""
+        if self._full_share is None or step.units != self._parts.splits.units:
+            return
+        facts = step.facts
+        self._full_share.add(facts.batch, facts.context_tokens, latency_us)
+        samples = self._full_share.news()
+        if samples is None:
+            return
+        try:
+            self._parts.inner.set_profile(
+                document(self._parts.subject, samples, taken_at=datetime.now(UTC))
+            )
+            self._estimated = True
+        except UserError:
+            _log.debug("the steps seen so far make no estimate", exc_info=True)
+
+    def _forget_estimate(self) -> None:
+        """Harvest by steps that were measured on each share, and by no estimate."""
+        if self._estimated and not self._observes():
+            self._estimated = False
+            self._parts.inner.set_profile(None)
 
     def leave(self) -> None:
         """Give decode the whole device; nobody harvests."""

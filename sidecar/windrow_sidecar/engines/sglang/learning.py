@@ -99,6 +99,45 @@ class SoloLearner:
         )
 
 
+class FullShareEstimate:
+    """Estimates what smaller shares would take from steps on all units, which cost decode nothing.
+
+    On a part of the units a step is taken to last longer in proportion, which is the most that it
+    can: where memory is what it waits for it lasts less. So what a worker would get by it is a
+    lower bound, good enough to observe by and never to harvest by.
+    """
+
+    def __init__(self, levels: Partitioning) -> None:
+        self._shares = sorted({split.decode_units for split in levels.splits}, reverse=True)
+        self._all = levels.units
+        self._seen: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(
+            lambda: deque(maxlen=_KEPT)
+        )
+        self._steps, self._known = 0, 0
+
+    def add(self, batch: int, context_tokens: int, latency_us: int) -> None:
+        """One step of decode alone on all units, of at least one request."""
+        self._steps += 1
+        self._seen[batch, context_tokens // _CONTEXT_BUCKET].append((context_tokens, latency_us))
+
+    def news(self) -> Sequence[SoloSample] | None:
+        """Samples of every share, when the steps since the last ones cover new ground."""
+        full = [key for key, steps in self._seen.items() if len(steps) >= _ENOUGH]
+        if self._steps < _STEPS_NEEDED or len(full) <= self._known * 1.25:
+            return None
+        self._known = len(full)
+        return [self._sample(share, key) for share in self._shares for key in full]
+
+    def _sample(self, units: int, key: tuple[int, int]) -> SoloSample:
+        steps = self._seen[key]
+        return SoloSample(
+            units=units,
+            batch=key[0],
+            context_tokens=round(median(context for context, _ in steps)),
+            step_us=max(1.0, median(latency for _, latency in steps) * self._all / units),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class KeptProfile:
     """The profile that one start leaves for the next, in the run directory.
