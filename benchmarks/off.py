@@ -1,9 +1,9 @@
 """How soon harvesting is off: from the command to the last tasklet, also without an operator.
 
 A cluster of this machine with one decode pod and a job that never ends. The operator is alone with
-its work, frozen (SIGSTOP), cut off from the sidecar by a relay that passes nothing on, or gone; the
-command is the switch of the cluster or of the pod, or there is none: then the lease of the policy ends.
-Times are on one clock, from the command, or from the moment at which the operator was lost.
+its work, frozen (SIGSTOP), cut off from the sidecar by a relay that passes nothing on, or gone. The
+command is the switch of the cluster or of the pod; without one the lease of the policy ends. Times
+are on one clock, from the command, or from the moment at which the operator was lost.
 Example: python -m benchmarks.off --json /tmp/off.json
 """
 
