@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 USAGE_INTERVAL = timedelta(seconds=10)
 # Pods that are selected and were not prepared are looked for so often, and so many of them.
-UNPREPARED_INTERVAL = timedelta(seconds=30)
+UNPREPARED_INTERVAL = timedelta(seconds=60)
 _UNPREPARED_LISTED = 50
 
 
@@ -88,7 +88,7 @@ class PolicyStatus:
                 log.info("policy %s: %s", key, error)
 
     async def _words_of_unprepared(self, policy: CheckedPolicy, now: datetime) -> str:
-        """Return which workloads are selected and not prepared, as found within half a minute."""
+        """Return which workloads are selected and not prepared, as found within a minute."""
         if policy.spec is None:
             return ""
         generation, at, words = self._unprepared.get(policy.key, (-1, now, ""))
@@ -100,6 +100,7 @@ class PolicyStatus:
             bodies = await self._kube.first(path, labels=query, limit=_UNPREPARED_LISTED)
         except ApiError as error:
             log.info("policy %s: its pods could not be listed: %s", policy.key, error)
+            self._unprepared[policy.key] = (policy.generation, now, words)  # asked again later
             return words
         found = unprepared.unprepared(policy, bodies)
         words = unprepared.sentence(found)

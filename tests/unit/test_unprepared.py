@@ -146,7 +146,7 @@ def test_the_policy_says_it_and_events_say_it_of_policy_and_controller():
     cluster, kube, events = ClusterState(NOW), Listing([pod(SGLANG)]), Events()
     cluster.put_policy(policy(CHAT))
     status = PolicyStatus(cluster, kube, events, Metrics())
-    for seconds in (0, 10, 29):
+    for seconds in (0, 10, 59):
         asyncio.run(status.write(NOW + timedelta(seconds=seconds)))
     selects = next(c for c in kube.status["conditions"] if c["type"] == "SelectsPods")
     assert selects["reason"] == "NoPods"
@@ -157,7 +157,7 @@ def test_the_policy_says_it_and_events_say_it_of_policy_and_controller():
     ]
     assert kube.calls == 1
     kube.pods = []
-    asyncio.run(status.write(NOW + timedelta(seconds=31)))
+    asyncio.run(status.write(NOW + timedelta(seconds=61)))
     selects = next(c for c in kube.status["conditions"] if c["type"] == "SelectsPods")
     assert selects["message"].startswith("No decode pod of namespace team matches")
     assert len(events.told) == 2

@@ -181,7 +181,11 @@ class Operator:
 
     def _put(self, status, **spec):
         self.version += 1
-        metadata = {**self.body["metadata"], "resourceVersion": str(self.version)}
+        metadata = {
+            **self.body["metadata"],
+            "resourceVersion": str(self.version),
+            "generation": self.version,
+        }
         self.body = {
             **self.body,
             "metadata": metadata,
