@@ -141,8 +141,10 @@ class Scene:
         job = manifests.finetune_job(
             read_manifest(ROOT / "examples" / "finetunejob.yaml"),
             model=MODEL,
-            rows=shutil.copy(
-                ROOT / "examples" / "support-tone" / "train.jsonl", folder / "rows.jsonl"
+            rows=Path(
+                shutil.copy(
+                    ROOT / "examples" / "support-tone" / "train.jsonl", folder / "rows.jsonl"
+                )
             ),
             destination=folder / "out",
             steps=1_000_000,
