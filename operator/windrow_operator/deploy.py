@@ -23,7 +23,7 @@ import aiohttp
 
 from windrow.conditions import ConditionType, Reason, get_condition
 from windrow.crd import FINALIZER_ADAPTER, FINETUNE_JOB
-from windrow.crd.servable import unservable
+from windrow.crd.servable import unreachable, unservable
 from windrow.errors import UserError
 from windrow_operator import status, tenancy
 from windrow_operator.cluster_state import ClusterState
@@ -266,6 +266,11 @@ class Deployments:
 
     async def _deploy(self, job: Job, servers: Servers) -> None:
         assert job.spec is not None
+        if why := unreachable(job.spec):
+            # Of a job that was accepted before new ones were checked.
+            message = f"spec.output.destination: {why}. Nothing is loaded"
+            await self._tell(job, Reason.NOT_LOADED, message)
+            return
         if refused := next(unservable(job.spec), None):
             # Of a job that was accepted before new ones were checked.
             message = f"spec.adapter.{refused[0]}: {refused[1]}. Nothing is loaded"

@@ -9,14 +9,14 @@ from windrow.crd.servable import check_servable
 from windrow.errors import UserError
 
 
-def spec_of(adapter, *, deploy=True):
+def spec_of(adapter, *, deploy=True, destination="/out/a"):
     return parse_job_spec(
         {
             "model": {"name": "/models/m"},
             "dataset": {"source": "/data/rows.jsonl"},
             "adapter": adapter,
             "training": {"maxSteps": 1},
-            "output": {"destination": "/out/a", "deploy": {"enabled": deploy}},
+            "output": {"destination": destination, "deploy": {"enabled": deploy}},
         }
     )
 
@@ -41,3 +41,10 @@ def test_what_servers_leave_out_is_refused_by_its_field_where_it_is_to_be_loaded
 def test_plain_and_rank_stabilised_lora_is_served():
     check_servable(spec_of({"lora": {"useRslora": True, "rankPattern": {"q_proj": 4}}}))
     check_servable(spec_of({}))
+
+
+def test_an_adapter_in_a_bucket_is_refused_where_it_is_to_be_loaded():
+    with pytest.raises(UserError, match="servers load from paths") as refused:
+        check_servable(spec_of({}, destination="s3://team/tone"))
+    assert refused.value.field == "spec.output.deploy.enabled"
+    check_servable(spec_of({}, destination="s3://team/tone", deploy=False))

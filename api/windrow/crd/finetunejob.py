@@ -165,6 +165,12 @@ _SERVABLE = [
             "output.deploy: servers leave out biases that were trained",
         ),
     )
+] + [
+    cel(
+        f"oldSelf.hasValue() || !({_DEPLOYS}) || !self.output.destination.startsWith('s3://')",
+        "output.deploy: servers load from paths, and the destination is in a bucket",
+    )
+    | {"optionalOldSelf": True}
 ]
 
 
