@@ -1,4 +1,4 @@
-"""How soon harvesting is off: from the command to the last tasklet, also without an operator.
+"""Measure the time from turning harvesting off to the last tasklet, also without an operator.
 
 A cluster of this machine with one decode pod and a job that never ends. The operator is alone with
 its work, frozen (SIGSTOP), cut off from the sidecar by a relay that passes nothing on, or gone. The
@@ -42,7 +42,7 @@ JOB, POLICY = "long", "off"
 LEASE_S = 10.0
 OBJECTIVE_MS = 1000.0  # decode has no request here: what is measured is when the worker ends
 WITHIN_S = 300.0
-# The sidecar is told of this address, behind which the relay is.
+# The sidecar is given the address of the relay.
 RELAYED, OPERATOR = "127.0.0.2", "127.0.0.1"
 
 
@@ -171,7 +171,7 @@ class Scene:
         return RunDir(socket_path.parent).off_switch
 
     def last_tasklet_ns(self) -> int:
-        """When the newest tasklet ended."""
+        """Return when the newest tasklet ended."""
         ended = (e.end_ns for _, e in read_events(self._events) if isinstance(e, TaskletEvent))
         return max(ended, default=0)
 

@@ -126,7 +126,7 @@ class ForkServer:
     async def unload(self) -> None:
         """End the server until a worker is wanted again; its workers go on.
 
-        One that is being loaded is left: whoever asked for it waits for it.
+        A server that is being loaded goes on, since its caller waits for it.
         """
         if self._loading is not None and self._loading.done():
             async with self._turn:

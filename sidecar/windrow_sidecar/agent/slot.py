@@ -219,7 +219,7 @@ class AgentSlot:
 
     @property
     def needs_no_worker(self) -> bool:
-        """Whether no worker runs here and none is to come."""
+        """Return whether no worker runs here and none is to come."""
         return self._effective_policy().mode != "harvest" and self.jobs.has_no_worker
 
     def _prepare(self) -> None:

@@ -46,11 +46,11 @@ _SMALL_BYTES: Final = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """How files of one storage are read.
+    """Access to the files of one storage.
 
     Attributes:
         read: returns what a file holds, at most so many bytes where a number is given.
-        names: returns what stands in a directory; nothing where there is none.
+        names: returns the names in a directory; none where there is no directory.
     """
 
     read: Callable[[str, int | None], bytes]
@@ -58,7 +58,7 @@ class Files:
 
 
 def local_files(confined: ConfinedFiles | None) -> Files:
-    """Return how files of this machine are read.
+    """Return access to files of this machine.
 
     Args:
         confined: what may be read; None: everything that the process can read.
@@ -91,7 +91,7 @@ def local_files(confined: ConfinedFiles | None) -> Files:
 
 
 def bucket_files(system: Any) -> Files:  # noqa: ANN401 - fsspec's
-    """Return how objects of a bucket are read."""
+    """Return access to objects of a bucket."""
 
     def read(url: str, most: int | None) -> bytes:
         return bytes(system.cat_file(url, start=None if most is None else 0, end=most))
