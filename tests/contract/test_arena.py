@@ -140,7 +140,7 @@ def test_a_tensor_outside_of_the_arena_is_refused(arena, offset, n_bytes):
 
 
 def test_an_unaligned_tensor_is_refused(arena):
-    with pytest.raises(ValueError, match="no multiple of 4"):
+    with pytest.raises(ValueError, match="not a multiple of 4"):
         arena_tensor(arena, 2, (1,), torch.float32)
 
 

@@ -155,7 +155,7 @@ def test_the_agents_copy_rate_is_its_workers(run_dir):
         assert worker_environment(settings)[ENV_COPY_RATE] == str(2 << 30)
     assert ENV_COPY_RATE not in worker_environment(parse_settings(flags, {}))
     for wrong in ("fast", "0"):
-        with pytest.raises(UserError, match="no rate in bytes a second") as refused:
+        with pytest.raises(UserError, match="not a rate in bytes a second") as refused:
             parse_settings([*flags, "--copy-rate", wrong], {})
         assert refused.value.field == ENV_COPY_RATE
 

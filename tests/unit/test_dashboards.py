@@ -205,7 +205,7 @@ def test_a_wrong_unit_would_be_seen(unit, expr):
 
 
 def test_a_metric_that_there_is_none_of_would_be_seen():
-    with pytest.raises(AssertionError, match="no metric of the table"):
+    with pytest.raises(AssertionError, match="not a metric of the table"):
         metrics_in("sum(windrow_harvested_token_total)")
 
 

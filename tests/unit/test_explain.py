@@ -174,7 +174,7 @@ def test_of_a_process_the_ring_is_meant_that_it_writes(tmp_path):
 
 def test_a_file_of_another_release_is_refused(tmp_path):
     RunDir(tmp_path).decision_log().write_bytes(b"x" * 4096)
-    with pytest.raises(UserError, match="no ring of decisions of this release"):
+    with pytest.raises(UserError, match="not a ring of decisions of this release"):
         read_decisions(RunDir(tmp_path).decision_log())
     with pytest.raises(UserError, match="cannot be read"):
         read_decisions(tmp_path / "nothing")

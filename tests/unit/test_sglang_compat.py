@@ -88,7 +88,7 @@ def test_a_chunk_waits_for_transfers_that_may_still_write(changed, environment, 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
 def test_what_is_no_number_of_seconds_is_refused(text):
-    with pytest.raises(UserError, match="no number of seconds") as refused:
+    with pytest.raises(UserError, match="not a number of seconds") as refused:
         compat.transfer_guard_ns({compat.ENV_TRANSFER_GUARD: text}, arguments())
     assert refused.value.field == compat.ENV_TRANSFER_GUARD
 
