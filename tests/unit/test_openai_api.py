@@ -429,6 +429,8 @@ def test_a_wrong_key_is_refused_and_many_of_them_for_a_while(endpoint):
         statuses = [refusal(client.models.list)[0] for _ in range(30)]
     assert set(statuses) == {401, 429}
     assert statuses[0] == 401
+    with client_of(endpoint, BLUE) as client:  # the right key of another caller of that address
+        assert [model.id for model in client.models.list()] == [MODEL]
 
 
 def test_no_key_an_unknown_path_and_a_silent_api_server_are_answered_in_openais_form(

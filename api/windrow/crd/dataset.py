@@ -108,7 +108,7 @@ class DatasetSpec(Record):
             )
         own = list(self.columns.values())
         if twice := [column for column in own if own.count(column) > 1]:
-            raise invalid(f"columns: {twice[0]!r} stands for two fields", "Keep one of the two.")
+            raise invalid(f"columns: {twice[0]!r} is named for two fields", "Keep one of the two.")
         return self
 
     @model_validator(mode="after")

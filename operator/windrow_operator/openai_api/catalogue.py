@@ -25,7 +25,7 @@ class ServedModel:
     """A base model that at least one slot serves.
 
     Attributes:
-        name: as decode was told.
+        name: as decode was started with.
         created_at: Unix seconds since which a slot has it.
     """
 

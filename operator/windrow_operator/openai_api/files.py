@@ -222,7 +222,7 @@ class PendingUpload:
                     raise CallRefused(
                         413,
                         f"file: is larger than {most_bytes >> 20} MiB. Upload it in parts, or ask "
-                        "whoever runs this server to allow more.",
+                        "the administrator of this server to allow more.",
                         param="file",
                         code="file_too_large",
                     )
@@ -263,7 +263,7 @@ class PendingUpload:
 
 
 def checked_filename(name: str | None) -> str:
-    """Return a file's name as it may stand in messages; refuses what is not JSON lines by name."""
+    """Return a file's name as it may be in messages; refuses what is not JSON lines by name."""
     plain = (name or "").replace("\\", "/").rpartition("/")[2]
     if not plain or len(plain) > 255 or not plain.isprintable():
         raise invalid("file", f"{plain[:64]!r} is not a file name", "Name it like rows.jsonl.")

@@ -64,7 +64,7 @@ def manifest_of(
         training: the rows.
         sources: places of the rows, `training` and maybe `validation`.
         store: where the adapter goes.
-        template: fields of a spec that whoever runs the endpoint sets for all jobs; what the
+        template: fields of a spec that the administrator sets for all jobs; what the
             request says counts.
     """
     tag = secrets.token_hex(6)

@@ -2,7 +2,7 @@
 
 A token is one of two kinds. A service account's (three parts with dots) is reviewed by the API
 server, which also says whether that account may create FinetuneJobs in its namespace. Any other is
-a key whose SHA-256 stands in a Secret of the endpoint's own namespace, which tenants cannot write.
+a key whose SHA-256 is in a Secret of the endpoint's own namespace, which tenants cannot write.
 """
 
 from __future__ import annotations
@@ -100,15 +100,18 @@ class Keyring:
         digest = hashlib.sha256(token.encode()).hexdigest()
         if (known := self._known.get(digest, now_s)) is not None:
             return known
-        self._check_failures(peer, now_s)
         try:
             if token.count(".") == 2:
+                self._check_failures(peer, now_s)
                 found = await self._reviewed(token)
             else:
                 found = await self._of_secrets(digest, now_s)
         except ApiError as error:
             raise unavailable(f"The API key cannot be checked now: {error}") from error
         except CallRefused:
+            # After the look at the Secrets: callers behind one proxy have one address, and wrong
+            # keys of one of them do not keep the right key of another out.
+            self._check_failures(peer, now_s)
             bucket = self._failures.get(peer, now_s) or TokenBucket.full(
                 _FAILURES_PER_SECOND, _FAILURES_AT_ONCE, now_s
             )
@@ -129,7 +132,7 @@ class Keyring:
                 self._hashes = await self._read_secrets()
                 self._read_at_s = now_s
         found: ApiKey | None = None
-        for known, key in self._hashes:  # all of them, so that time tells nothing
+        for known, key in self._hashes:  # all of them, so that the time is the same for each
             if hmac.compare_digest(known, digest):
                 found = key
         if found is None:

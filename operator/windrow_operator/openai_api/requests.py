@@ -166,7 +166,7 @@ def _hyperparameters(body: Mapping[str, Any]) -> Hyperparameters:
     if older is not None:
         raise invalid(
             "hyperparameters",
-            "stands beside method, which has hyperparameters of its own",
+            "is written beside method, which has hyperparameters of its own",
             f"Write them in method.{kind}.hyperparameters alone.",
         )
     settings = method.get(kind)

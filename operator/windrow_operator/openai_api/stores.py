@@ -224,7 +224,7 @@ class DirectoryWriter:
         trace: TracebackType | None,
     ) -> None:
         """Remove the draft unless it was committed, and a folder that holds nothing."""
-        with contextlib.suppress(OSError):  # of a full disk, which `write` has told
+        with contextlib.suppress(OSError):  # of a full disk, which `write` has raised
             self._file.close()
         if not self._whole:
             with contextlib.suppress(OSError):
