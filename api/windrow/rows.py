@@ -82,7 +82,7 @@ class WrittenTwice(ValueError):
 
 
 def once_each(pairs: list[tuple[str, Any]]) -> Fields:
-    """Return an object of JSON; raise WrittenTwice where a key stands in it twice."""
+    """Return an object of JSON; raise WrittenTwice where it has a key twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -253,22 +253,22 @@ def test_the_rule_for_docstrings_tells_phrases_without_a_head(docstring, refused
     assert begins_with_neither_verb_nor_noun(docstring) == refused
 
 
-@pytest.mark.parametrize(("tests", "bound"), [(False, 60), (True, 220)])
+@pytest.mark.parametrize(("tests", "bound"), [(False, 0), (True, 203)])
 def test_docstrings_begin_with_a_verb_or_a_noun(tests, bound):
     found = [d for d in docstrings(tests=tests) if begins_with_neither_verb_nor_noun(d.text)]
     held_to(bound, found)
 
 
 def test_docstrings_use_plain_words():
-    held_to(20, [d for d in docstrings(tests=False, quoted=True) if NOT_IN_PROSE.search(d.text)])
+    held_to(0, [d for d in docstrings(tests=False, quoted=True) if NOT_IN_PROSE.search(d.text)])
 
 
 def test_errors_and_log_lines_use_plain_words():
-    held_to(20, [m for m in messages() if NOT_IN_PROSE.search(m.text) or IS_NO.search(m.text)])
+    held_to(0, [m for m in messages() if NOT_IN_PROSE.search(m.text) or IS_NO.search(m.text)])
 
 
 def test_pages_use_plain_words():
-    held_to(60, [line for line in pages() if NOT_IN_PROSE.search(line.text)])
+    held_to(0, [line for line in pages() if NOT_IN_PROSE.search(line.text)])
 
 
 def test_no_class_is_named_by_a_metaphor():

@@ -121,7 +121,7 @@ class FullShareEstimate:
         self._seen[batch, context_tokens // _CONTEXT_BUCKET].append((context_tokens, latency_us))
 
     def news(self) -> Sequence[SoloSample] | None:
-        """Samples of every share, when the steps since the last ones cover new ground."""
+        """Samples of every share, when the steps since the last ones cover other loads."""
         full = [key for key, steps in self._seen.items() if len(steps) >= _ENOUGH]
         if self._steps < _STEPS_NEEDED or len(full) <= self._known * 1.25:
             return None
