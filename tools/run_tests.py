@@ -45,8 +45,10 @@ def avx2_is_the_best() -> bool:
 
 
 QUANTIZED = Path(sys.prefix) / "quantized"
+# One process more than cores: those that wait for an operator or a server leave theirs to others.
+PROCESSES = str(min(4, (os.cpu_count() or 1) + 1))
 SIDE_BY_SIDE = (
-    *("--numprocesses", "auto", "--maxprocesses", "4"),
+    *("--numprocesses", PROCESSES),
     *("--dist", "loadfile", "--no-loadscope-reorder"),
 )
 PAIRED = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")

@@ -27,7 +27,7 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
         report
         for outcome in ("passed", "failed", "skipped")
         for report in terminalreporter.getreports(outcome)
-        if report.when == "call" and "fault" in report.nodeid
+        if report.when == "call" and "/faults/" in report.nodeid
     ]
     if not told:
         return
