@@ -47,11 +47,9 @@ def avx2_is_the_best() -> bool:
 QUANTIZED = Path(sys.prefix) / "quantized"
 # One process more than cores: those that wait for an operator or a server leave theirs to others.
 PROCESSES = str(min(4, (os.cpu_count() or 1) + 1))
-SIDE_BY_SIDE = (
-    *("--numprocesses", PROCESSES),
-    *("--dist", "loadfile", "--no-loadscope-reorder"),
-)
-PAIRED = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
+SIDE_BY_SIDE = ("--numprocesses", PROCESSES, *BY_FILE)
+PAIRED = ("--numprocesses", "2", *BY_FILE)
 # Where the marks of a pass are: to collect all of tests/ takes as long as some passes run, since
 # each module of tests/contract imports torch and what it compares with.
 ALONE_LIES = ("tests/e2e", "tests/gpu", "tests/integration")

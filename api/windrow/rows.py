@@ -189,27 +189,25 @@ def _refuse_other_format(fields: Fields, where: str, form: str) -> None:
             )
 
 
-def _chat(fields: Fields, where: str) -> DatasetRow:
-    found = fields.get("messages")
+def _turns(fields: Fields, name: str, example: str, where: str) -> list[Any]:
+    """Return the list of turns in a field; `example` is a turn as the format writes it."""
+    found = fields.get(name)
     if not isinstance(found, list) or not found:
         raise bad_row(
             where,
-            "has no `messages` (a list of turns)",
-            "Write {'messages': [{'role': 'user', 'content': ...}, ...]}, or set "
-            "spec.dataset.format.",
+            f"has no `{name}` (a list of turns)",
+            f"Write {{'{name}': [{example}, ...]}}, or set spec.dataset.format.",
         )
+    return found
+
+
+def _chat(fields: Fields, where: str) -> DatasetRow:
+    found = _turns(fields, "messages", "{'role': 'user', 'content': ...}", where)
     return _conversation(fields, found, "messages", where)
 
 
 def _sharegpt(fields: Fields, where: str) -> DatasetRow:
-    found = fields.get("conversations")
-    if not isinstance(found, list) or not found:
-        raise bad_row(
-            where,
-            "has no `conversations` (a list of turns)",
-            "Write {'conversations': [{'from': 'human', 'value': ...}, ...]}, or set "
-            "spec.dataset.format.",
-        )
+    found = _turns(fields, "conversations", "{'from': 'human', 'value': ...}", where)
     turns = [_of_sharegpt(turn, f"conversations[{i}]", where) for i, turn in enumerate(found)]
     system = fields.get("system")
     if system is not None and not isinstance(system, str):

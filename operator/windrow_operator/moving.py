@@ -70,7 +70,7 @@ class JobMoves:
 
 def _better(job: Job, slots: SlotTable, now: datetime, taken: set[str]) -> tuple[str, str] | None:
     """Return the slot that is so much better that a move is worth its cost, and the words."""
-    here, stay = slots.get(job.slot), _stay_of(job)
+    here, stay = slots.get(job.slot), _placement_of(job)
     if here is None or stay is None or not here.attached or here.silent or job.deleted_at:
         return None
     moves = _moves_of(job)
@@ -96,7 +96,7 @@ def _better(job: Job, slots: SlotTable, now: datetime, taken: set[str]) -> tuple
     return there.key, words
 
 
-def _stay_of(job: Job) -> _Placement | None:
+def _placement_of(job: Job) -> _Placement | None:
     """Return since when the job has its slot and how long it took to load; None: it has not yet."""
     conditions = job.status.get("conditions")
     placed, running = get_condition(conditions, T.PLACED), get_condition(conditions, T.RUNNING)

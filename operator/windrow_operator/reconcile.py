@@ -86,7 +86,7 @@ class Actions:
 
 NOTHING = Actions()
 # A job's checkpoints belong to its UID, so a new one does not meet those of the old.
-_ANEW = "Fix it in a new job: one that has failed does not run again."
+_NEW_JOB = "Fix it in a new job: one that has failed does not run again."
 
 
 def reconcile(
@@ -341,7 +341,7 @@ def _stopped(run: JobPlacement) -> str:
 
 def _failed(job: Job, run: JobPlacement, now: datetime, timeouts: Timeouts) -> Actions:
     if run.user_error:
-        message = f"{run.detail.rstrip('.')}. {_ANEW}"
+        message = f"{run.detail.rstrip('.')}. {_NEW_JOB}"
         return _give_up(job, run, run.reason or Reason.INVALID_SPEC, message, now, abort=False)
     attempts = int(job.status.get("attempts") or 0) + 1
     limit = job.spec.backoff_limit if job.spec else 0
