@@ -351,7 +351,7 @@ def test_a_bias_that_learns_is_no_longer_the_bases_memory():
 def test_a_layer_that_drops_units_by_itself_runs_on_whole_rows_only():
     stack = DecoderStack(random_model("OPT", dropout=0.1))
     assert stack.own_dropout
-    assert stack.windows_refused == "its layers drop units by themselves"
+    assert stack.windows_refused == "its layers apply dropout of their own"
     assert DecoderStack(random_model("OPT")).windows_refused == ""
 
 
@@ -359,4 +359,4 @@ def test_a_layer_whose_router_draws_runs_on_whole_rows_though_few_tokens_do_not_
     # It draws among experts that are close; of the probe's tokens none has such ones.
     stack = DecoderStack(random_model("Phimoe", num_local_experts=4, num_experts_per_tok=2))
     assert stack.own_dropout
-    assert stack.windows_refused == "its layers drop units by themselves"
+    assert stack.windows_refused == "its layers apply dropout of their own"

@@ -98,7 +98,7 @@ SAID = {
     "docs/design/0016-which-replica-acts.md": [
         f"{LeaseTimes().duration + 2 * LeaseTimes().retry:.0f} s after the leader's last renewal",
     ],
-    "docs/design/0011-profiles-and-grants-of-one-step.md": [f"stands for {STEADY_MS:.0f} ms"],
+    "docs/design/0011-profiles-and-grants-of-one-step.md": [f"is valid for {STEADY_MS:.0f} ms"],
 }
 
 

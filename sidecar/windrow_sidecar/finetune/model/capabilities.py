@@ -23,7 +23,7 @@ _WINDOWS = (TokenWindow(0, 4), TokenWindow(4, 5), TokenWindow(5, 6))
 
 
 def try_windows(stack: DecoderStack, probe: Tensor) -> tuple[bool, str]:
-    """Return (whether layers drop units of their own, why they cannot run on windows or "").
+    """Return (whether layers apply dropout of their own, why they cannot run on windows or "").
 
     `probe`: token ids, int64 [1, tokens], on the model's device. The second leaves the first out of
     account. Hybrids mix layers of attention with others that carry a state from token to token, so

@@ -106,7 +106,7 @@ class DecoderStack:
         self._dims: list[TokenDims] = [token_dims(n, w) for n, w in zip(narrow, wide, strict=True)]
         with asking(model), in_mode(model, training=False):
             self.own_dropout, self.prefix_refused = try_windows(self, probe)
-        drops = "its layers drop units of their own" if self.own_dropout else ""
+        drops = "its layers apply dropout of their own" if self.own_dropout else ""
         self.windows_refused = drops or self.prefix_refused
 
     @property
