@@ -32,7 +32,8 @@ SANITIZED := build/cpp-address
 
 help:
 	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
-	@echo "make test   every test that this machine can run (ARGS=... are handed to pytest)"
+	@echo "make test   every test that this machine can run (ARGS=... are handed to pytest;"
+	@echo "   PASSES='--only alone' or PASSES='--but \"side by side\"': some of its passes)"
 	@echo "make gpu    all that a GPU has to show, within a time (ARGS='--budget 600'; docs/gpu.md)"
 	@echo "make check  lint, the unit tests and the core contracts, after each change"
 	@echo "make e2e    what breaks, fault by fault, on a cluster of this machine's processes (about 25 minutes)"
@@ -105,7 +106,7 @@ $(VENV)/.cuda-headers: $(VENV)/.dependencies
 
 test: setup $(VENV)/.quantized $(VENV)/.cuda-headers
 ifeq ($(strip $(ARGS)),)
-	$(PY) tools/run_tests.py test
+	$(PY) tools/run_tests.py test $(PASSES)
 else
 	$(PY) -m pytest $(ARGS)
 endif

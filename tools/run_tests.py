@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -213,5 +214,24 @@ def _counted(counts: Counter[str]) -> str:
     return ", ".join(f"{counts[o]} {o}" for o in OUTCOMES if counts[o]) or "no tests ran"
 
 
+def chosen(arguments: Sequence[str]) -> list[Pass]:
+    """Return the passes that a command line names.
+
+    `arguments`: a name of `PASSES`, then `--only NAME` or `--but NAME`, each any number of times.
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("passes", choices=PASSES)
+    parser.add_argument("--only", action="append", default=[], metavar="NAME")
+    parser.add_argument("--but", action="append", default=[], metavar="NAME")
+    said = parser.parse_args(arguments)
+    passes = PASSES[said.passes]
+    names = [this.name for this in passes]
+    for name in (*said.only, *said.but):
+        if name not in names:
+            parser.error(f"{name!r} is not a pass of {said.passes}: choose from {names}")
+    wanted = set(said.only or names) - set(said.but)
+    return [this for this in passes if this.name in wanted]
+
+
 if __name__ == "__main__":
-    sys.exit(run(PASSES[sys.argv[1]]))
+    sys.exit(run(chosen(sys.argv[1:])))

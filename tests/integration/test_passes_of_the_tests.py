@@ -104,6 +104,17 @@ def tool():
     return made
 
 
+def test_a_command_line_chooses_passes_by_name(tool, capsys):
+    names = [this.name for this in tool.PASSES["test"]]
+    assert [this.name for this in tool.chosen(["test"])] == names
+    first = tool.chosen(["test", "--only", names[0]])
+    others = tool.chosen(["test", "--but", names[0]])
+    assert [this.name for this in (*first, *others)] == names
+    with pytest.raises(SystemExit):
+        tool.chosen(["test", "--only", "nowhere"])
+    assert "'nowhere' is not a pass of test" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("marks", "passes"),
     [(set(), 1), ({"alone"}, 1), ({"paired"}, 1), ({"quantized"}, 1), ({"sglang"}, 0)],
