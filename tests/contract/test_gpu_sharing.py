@@ -110,9 +110,9 @@ async def test_the_agent_joins_the_daemon_of_decodes_start_once_decode_calls(cud
     await sharing.join()
     assert (sharing.sharing.mode, sharing.sharing.code) == ("spatial", Reason.MPS_CLIENTS)
     assert sharing.worker_environment[PIPE] == str(pod.run_dir.mps_folder / "pipe")
-    ground = WorkerDevices(mps=tuple(sharing.worker_environment.items()))
+    devices = WorkerDevices(mps=tuple(sharing.worker_environment.items()))
     settings = AgentSettings(pod.run_dir)
-    assert PIPE in worker_environment(settings, ground)
+    assert PIPE in worker_environment(settings, devices)
     assert PIPE not in worker_environment(settings)
 
 
@@ -240,7 +240,7 @@ async def test_an_engine_that_is_no_client_has_workers_run_in_turn(cuda_standin,
     hello = agent_pb2.EngineHello(driver="cuda", sharing="spatial")
     await slot.engine_attached(hello, OutgoingQueue[agent_pb2.EngineCommand]())
     assert slot.facts().sharing == "spatial"
-    assert PIPE in worker_environment(AgentSettings(pod.run_dir), slot._standby.ground)
+    assert PIPE in worker_environment(AgentSettings(pod.run_dir), slot._standby.devices)
     hello = agent_pb2.EngineHello(
         driver="cuda", sharing="temporal", sharing_reason="no client", sharing_code="MpsTooLate"
     )
@@ -248,14 +248,14 @@ async def test_an_engine_that_is_no_client_has_workers_run_in_turn(cuda_standin,
     assert slot.facts().sharing == "temporal"
     assert slot.facts().sharing_reason == "decode shares it so: no client"
     assert slot.facts().sharing_code == Reason.MPS_TOO_LATE
-    assert PIPE not in worker_environment(AgentSettings(pod.run_dir), slot._standby.ground)
+    assert PIPE not in worker_environment(AgentSettings(pod.run_dir), slot._standby.devices)
     other = AgentSlot(
         1, AgentSettings(pod.run_dir), EventOutbox(), on_facts=lambda: None, gpus=sharing
     )
     hello = agent_pb2.EngineHello(slot=1, driver="cuda", sharing="spatial")
     await other.engine_attached(hello, OutgoingQueue[agent_pb2.EngineCommand]())
     assert other.facts().sharing == "spatial", "what one engine does is that slot's alone"
-    assert PIPE in worker_environment(AgentSettings(pod.run_dir), other._standby.ground)
+    assert PIPE in worker_environment(AgentSettings(pod.run_dir), other._standby.devices)
     await slot.close()
     await other.close()
 

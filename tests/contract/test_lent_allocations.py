@@ -315,13 +315,13 @@ def test_a_slot_whose_torch_allocates_from_chunks_asks_for_memory_before_it_load
                 now_s[0] += LOADING_AFTER_S
             return load_base(find_model(job.spec.model.name, "main"))
 
-        ground = SlotDevice(
+        slot_device = SlotDevice(
             HostDevice(),
             WholeDevice("finetune", 2),
             Sharing("temporal", "a test"),
             beside.memory,
         )
-        slot = WorkerSlot(WORKER, beside.worker, ground, load)
+        slot = WorkerSlot(WORKER, beside.worker, slot_device, load)
         context = slot.take(job, JobState(stall=watch))
         assert watch.stalled() is None, "it is loaded"
         assert noticed[0] is None

@@ -98,11 +98,11 @@ async def until(condition, what: str) -> None:
 
 async def test_a_forked_worker_is_what_one_started_by_exec_is(settings, forks, monkeypatch):
     cores = tuple(sorted(os.sched_getaffinity(0))[:1])
-    ground = WorkerDevices(cores=cores, gpu="GPU-7")
+    devices = WorkerDevices(cores=cores, gpu="GPU-7")
     found = []
     for source in (None, forks):
         standby = Standby(settings, 0, source)
-        await standby.show(ground)
+        await standby.show(devices)
         worker = await WorkerProcess.start(settings, ASSIGN, standby)
         assert (await worker.wait()).code == 0
         found.append(about(settings))

@@ -8,7 +8,7 @@ from windrow_sidecar.compute.sharing import GpuCapabilities, choose_sharing
 
 
 @pytest.mark.parametrize(
-    ("ground", "mode", "reason"),
+    ("pod", "mode", "reason"),
     [
         (GpuCapabilities("driver 12.2", ""), "temporal", "no green contexts: driver 12.2"),
         (GpuCapabilities("", "not on PATH"), "temporal", "no MPS daemon: not on PATH"),
@@ -31,7 +31,7 @@ from windrow_sidecar.compute.sharing import GpuCapabilities, choose_sharing
         ),
     ],
 )
-def test_what_is_missing_decides_and_is_said(ground, mode, reason):
-    sharing = choose_sharing(ground)
+def test_what_is_missing_decides_and_is_said(pod, mode, reason):
+    sharing = choose_sharing(pod)
     assert sharing.mode == mode
     assert reason in sharing.reason

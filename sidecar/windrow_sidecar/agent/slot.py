@@ -120,17 +120,17 @@ class AgentSlot:
             await self.jobs.give_up(Reason.ENGINE_NOT_SERVING, "the decode engine was restarted")
         if hello.sharing == "spatial":
             await self._gpus.join()
-        if self.hello != hello or self._standby.ground != self._ground(hello):
+        if self.hello != hello or self._standby.devices != self._devices(hello):
             self.hello = hello
             self._meter = make_meter(hello.driver, hello.compute_units, hello.device_uuid)
-            await self._standby.show(self._ground(hello))
+            await self._standby.show(self._devices(hello))
             self._on_facts()
         channel.send(agent_pb2.EngineCommand(policy=self._effective_policy()))
         self._tell_who_lives()
         await self._enter_arena()
         self._prepare()
 
-    def _ground(self, hello: agent_pb2.EngineHello) -> WorkerDevices:
+    def _devices(self, hello: agent_pb2.EngineHello) -> WorkerDevices:
         """Return what of the pod's devices workers are shown: where there are more, decode's."""
         if hello.driver == "host":
             return WorkerDevices(cores=tuple(hello.cores))

@@ -152,7 +152,7 @@ class WorkerProcess:
                 settings,
                 worker_arguments(settings, assign),
                 log,
-                ground=standby.ground if standby else WorkerDevices(),
+                devices=standby.devices if standby else WorkerDevices(),
                 forks=standby.forks if standby else None,
             )
         return cls(process, log, follower)
@@ -206,23 +206,23 @@ class Standby:
         forks: where workers are forked; none: each is started by exec.
 
     Attributes:
-        ground: what the slot's workers are shown.
+        devices: what the slot's workers are shown.
         forks: as given.
     """
 
     def __init__(self, settings: AgentSettings, slot: int, forks: ForkServer | None = None) -> None:
         self._settings, self._slot, self.forks = settings, slot, forks
-        self.ground = WorkerDevices()
+        self.devices = WorkerDevices()
         self._process: WorkerChild | None = None
         self._order: int | None = None  # the end of a pipe whose line names its job
         self._starting = asyncio.Lock()
         self._closed = False
         self._not_before_s = 0.0  # of the loop's clock
 
-    async def show(self, ground: WorkerDevices) -> None:
+    async def show(self, devices: WorkerDevices) -> None:
         """Show workers other devices from now on; one that waits with the old ones ends."""
-        if ground != self.ground:
-            self.ground = ground
+        if devices != self.devices:
+            self.devices = devices
             await self._end()
 
     async def prepare(self, served_model: str) -> None:
@@ -242,7 +242,7 @@ class Standby:
                     self._settings,
                     arguments,
                     self._settings.run_dir.root / f"standby-{self._slot}.log",
-                    ground=self.ground,
+                    devices=self.devices,
                     forks=self.forks,
                     stdin=theirs,
                 )
@@ -307,7 +307,7 @@ async def start_worker(
     arguments: list[str],
     log: Path,
     *,
-    ground: WorkerDevices,
+    devices: WorkerDevices,
     forks: ForkServer | None,
     stdin: int | None = None,
 ) -> WorkerChild:
@@ -317,7 +317,7 @@ async def start_worker(
         settings: of the agent.
         arguments: of the worker.
         log: takes its output.
-        ground: what it is shown.
+        devices: what it is shown.
         forks: where it is forked.
         stdin: descriptor of its standard input, still the caller's; none: it has no input.
 
@@ -326,10 +326,10 @@ async def start_worker(
     """
     source = os.open(os.devnull, os.O_RDONLY) if stdin is None else os.dup(stdin)
     command = [sys.executable, "-m", settings.worker_module, *arguments]
-    environment = worker_environment(settings, ground)
+    environment = worker_environment(settings, devices)
 
     async def start() -> asyncio.subprocess.Process:
-        return await _spawn(command, log, stdin=source, environment=environment, ground=ground)
+        return await _spawn(command, log, stdin=source, environment=environment, devices=devices)
 
     if forks is None or forks.rests:
         try:
@@ -349,7 +349,7 @@ async def start_worker(
             raise
 
     async def fork() -> int:
-        order = ForkOrder(arguments, environment, list(ground.cores))
+        order = ForkOrder(arguments, environment, list(devices.cores))
         with log.open("ab") as out:
             return await forks.fork(order, source, out.fileno())
 
@@ -370,14 +370,19 @@ def make_fork_server(settings: AgentSettings) -> ForkServer:
             settings.run_dir.root / "fork-server.log",
             stdin=stdin,
             environment=worker_environment(settings) | own,
-            ground=WorkerDevices(),
+            devices=WorkerDevices(),
         )
 
     return ForkServer(start)
 
 
 async def _spawn(
-    command: list[str], log: Path, *, stdin: int, environment: dict[str, str], ground: WorkerDevices
+    command: list[str],
+    log: Path,
+    *,
+    stdin: int,
+    environment: dict[str, str],
+    devices: WorkerDevices,
 ) -> asyncio.subprocess.Process:
     with log.open("ab") as out:
         return await asyncio.create_subprocess_exec(
@@ -385,7 +390,7 @@ async def _spawn(
             "-m",
             "windrow_sidecar.agent.spawn",
             str(os.getpid()),
-            *(f"--core={core}" for core in ground.cores),
+            *(f"--core={core}" for core in devices.cores),
             "--",
             *command,
             stdin=stdin,
@@ -399,9 +404,9 @@ async def _spawn(
 
 
 def worker_environment(
-    settings: AgentSettings, ground: WorkerDevices = WorkerDevices()
+    settings: AgentSettings, devices: WorkerDevices = WorkerDevices()
 ) -> dict[str, str]:
-    """Return a worker's environment; a client of the pod's MPS daemon where `ground` says so."""
+    """Return a worker's environment; a client of the pod's MPS daemon where `devices` says so."""
     own = {
         **openmp.WORKER,
         # While it loads; from its first grant on, the worker sets its threads by its level.
@@ -413,9 +418,9 @@ def worker_environment(
         own[ENV_COPY_RATE] = str(settings.copy_rate)
     if settings.log_dir:
         own[ENV_LOG_DIR] = str(settings.log_dir)
-    if ground.gpu:
-        own["CUDA_VISIBLE_DEVICES"] = own[ENV_ONLY_GPU] = ground.gpu
-    own |= dict(ground.mps)
+    if devices.gpu:
+        own["CUDA_VISIBLE_DEVICES"] = own[ENV_ONLY_GPU] = devices.gpu
+    own |= dict(devices.mps)
     return {**os.environ, **own}
 
 

@@ -38,14 +38,14 @@ class Shared:
     Attributes:
         gate: decode's grants.
         estimates: of tasklets; they are those of one base, which takes nearly all of their time.
-        ground: what the slot's device is for this process.
+        slot_device: what the slot's device is for this process.
         lent: decode's chunks for boundary activations.
         residents: layers of the base, where they take turns.
     """
 
     gate: GrantGate
     estimates: Estimates
-    ground: SlotDevice
+    slot_device: SlotDevice
     lent: LentBoundaries
     residents: Residents | None
 
@@ -75,38 +75,38 @@ class JobContext:
     ) -> None:
         self._shared, self.job_state = shared, job_state
         self.wanted_chunks, self._frozen = 0, base.frozen
-        ground = shared.ground
+        slot_device = shared.slot_device
         suspension = Suspension(shared.gate, job_state.stall, self._give_up)
         self._boundaries = TenantBoundaries(shared.lent)
-        self._room: LentBoundaries | AllocatedMemory = ground.memory or shared.lent
+        self._room: LentBoundaries | AllocatedMemory = slot_device.memory or shared.lent
         with job_state.stall.during(READING if rows is None else ATTACHING):
             self.session: TrainingSession = open_session(
                 job,
                 base,
                 TaskletRuntime(
-                    TorchBoundaries() if ground.memory else self._boundaries,
+                    TorchBoundaries() if slot_device.memory else self._boundaries,
                     self._limits,
                     sizing=self._sizing,
                     windows=True,
                     between=suspension.point,
-                    device=ground.device,
-                    units=ground.units_of(shared.gate),
+                    device=slot_device.device,
+                    units=slot_device.units_of(shared.gate),
                 ),
                 rows=rows,
                 alive=job_state.stall.renew,
             )
         self.memory = self._memory()
-        if ground.memory is not None:
-            sharing = ground.sharing
+        if slot_device.memory is not None:
+            sharing = slot_device.sharing
             job_state.sharing = (sharing.mode, sharing.reason, sharing.code)
-        if ground.sharing.mode == "temporal":
-            notes = (*self.session.notes, in_time_only(ground.sharing))
+        if slot_device.sharing.mode == "temporal":
+            notes = (*self.session.notes, in_time_only(slot_device.sharing))
             self.session = replace(self.session, notes=notes)
 
     @property
     def has_turn(self) -> bool:
         """True where the slot's memory is this job's; one that has it alone always has it."""
-        return self._shared.ground.memory is not None or self._boundaries.is_tenant
+        return self._shared.slot_device.memory is not None or self._boundaries.is_tenant
 
     @property
     def tokens_done(self) -> int:
@@ -115,7 +115,7 @@ class JobContext:
 
     def _memory(self) -> LentMemory | AllocatedMemory:
         stream = self.session.stream
-        if (allocated := self._shared.ground.memory) is not None:
+        if (allocated := self._shared.slot_device.memory) is not None:
             allocated.serve(Loaded(stream, self.session.activation_budget, self._shared.residents))
             return allocated
         return LentMemory(
@@ -143,7 +143,7 @@ class JobContext:
         """Return the sizes for the time that the newest grant leaves."""
         grant = self._shared.gate.latest()
         bound_us = grant.in_flight_bound_us or DEFAULT_BOUND_US
-        queues = self._shared.ground.device.queues
+        queues = self._shared.slot_device.device.queues
         if queues:
             bound_us //= 2  # while one runs, the next is queued behind it
         if grant.budget_us:

@@ -58,12 +58,12 @@ class WorkerSlot:
         epoch: what is lent belongs to it, and offers are made under it, for as long as the worker
             lives: that of the job that it was started for.
         arena: attached.
-        ground: what the slot's device is for this process.
+        slot_device: what the slot's device is for this process.
         load: the frozen model of a job; called once memory is there.
     """
 
-    def __init__(self, epoch: int, arena: Arena, ground: SlotDevice, load: Load) -> None:
-        self._epoch, self._arena, self._ground, self._load = epoch, arena, ground, load
+    def __init__(self, epoch: int, arena: Arena, slot_device: SlotDevice, load: Load) -> None:
+        self._epoch, self._arena, self._slot_device, self._load = epoch, arena, slot_device, load
         self.estimates = Estimates()
         self._base: BaseModel | None = None
         self._base_of: JobSpec | None = None
@@ -75,11 +75,11 @@ class WorkerSlot:
         self._offers = True
         self.gate = GrantGate(
             arena.page,
-            ground.partition,
+            slot_device.partition,
             self.estimates,
             self._offer_facts,
             decode_lives=arena.owner_lives,
-            device=ground.device,
+            device=slot_device.device,
         )
 
     @property
@@ -94,8 +94,8 @@ class WorkerSlot:
             UserError: model, rows or adapter cannot be honoured.
             Transient: decode went away before it lent any memory.
         """
-        if self._ground.memory is not None:
-            self._await_memory(self._ground.memory, job_state)
+        if self._slot_device.memory is not None:
+            self._await_memory(self._slot_device.memory, job_state)
         try:
             with job_state.stall.during(LOADING, LOADING_AFTER_S):
                 base = self._load_base(job)
@@ -140,7 +140,7 @@ class WorkerSlot:
     def leave(self, context: JobContext) -> None:
         """A job has ended; what it has learned from still counts. The last one leaves no chunk."""
         self._contexts.remove(context)
-        if not self._contexts and self._lent is not None and self._ground.memory is None:
+        if not self._contexts and self._lent is not None and self._slot_device.memory is None:
             self._lent.give_all_back()
         context.job_state.held_chunks = 0
         self._tokens_of_left += context.tokens_done
@@ -148,16 +148,16 @@ class WorkerSlot:
     def close(self) -> None:
         """Offer nothing any more and give all chunks back."""
         self._withdraw()
-        if self._ground.memory is not None:
-            self._ground.memory.release()
+        if self._slot_device.memory is not None:
+            self._slot_device.memory.release()
         elif self._lent is not None:
             self._lent.give_all_back()
-        self._ground.device.wait_idle()
+        self._slot_device.device.wait_idle()
 
     def idle_within(self, seconds: float) -> bool:
         """Return whether nothing runs on the device after so long at most; any thread may ask."""
         asking = threading.Thread(
-            target=self._ground.device.wait_idle, name="wait-idle", daemon=True
+            target=self._slot_device.device.wait_idle, name="wait-idle", daemon=True
         )
         asking.start()
         asking.join(seconds)
@@ -171,7 +171,7 @@ class WorkerSlot:
         assert self._lent is not None
         self._withdraw()
         self._lent.give_all_back()
-        self._ground.partition.activate(self._ground.partition.levels()[0])
+        self._slot_device.partition.activate(self._slot_device.partition.levels()[0])
 
     def _withdraw(self) -> None:
         """Want no chunk any more, which decode sees; only then does it lend none after the last."""
@@ -187,7 +187,7 @@ class WorkerSlot:
 
     def _is_alone(self, job: JobSpec) -> bool:
         """Return whether no other job can share this one's base, or the memory."""
-        return self._ground.memory is not None or job.spec.model.quantization != "none"
+        return self._slot_device.memory is not None or job.spec.model.quantization != "none"
 
     def _load_base(self, job: JobSpec) -> BaseModel:
         """Return the base with modules of the job's own; as it is where nobody can share it."""
@@ -196,7 +196,7 @@ class WorkerSlot:
         layers = None
         if frozen is not None:
             self._residents = Residents(frozen)
-            if self._ground.memory is None:
+            if self._slot_device.memory is None:
                 layers = LentLayers(self._arena, frozen)
         self._lent = LentBoundaries(
             self._arena,
@@ -211,7 +211,7 @@ class WorkerSlot:
         self, job: JobSpec, base: BaseModel, job_state: JobState, rows: DataSplit | None = None
     ) -> JobContext:
         assert self._lent is not None
-        shared = Shared(self.gate, self.estimates, self._ground, self._lent, self._residents)
+        shared = Shared(self.gate, self.estimates, self._slot_device, self._lent, self._residents)
         context = JobContext(job, base, shared, job_state, rows)
         self._contexts.append(context)
         return context
@@ -232,7 +232,7 @@ class WorkerSlot:
     def _offer_facts(self) -> OfferFacts:
         if not self._offers:
             return OfferFacts(job_epoch=0)
-        room = self._ground.memory or self._lent
+        room = self._slot_device.memory or self._lent
         held = room.held_chunks if room else 0
         for context in self._contexts:
             context.job_state.held_chunks = held if context.has_turn else 0
@@ -278,7 +278,7 @@ def open_slot(
         arena = Arena.attach(str(run_dir.arena_socket()), driver=shown)
     except (AttachError, DriverUnavailable) as error:
         raise Transient(f"decode's arena cannot be attached: {error}") from error
-    ground = slot_device(arena, epoch, host)
+    opened = slot_device(arena, epoch, host)
 
     def load(job: JobSpec) -> BaseModel:
         model_dir = find_model(job.spec.model.name, job.spec.model.revision)
@@ -289,9 +289,9 @@ def open_slot(
         if exported is not None and form != WeightForm(exported.dtype):
             log.info("decode's weights are %s: the model is loaded a second time", exported.dtype)
             exported = None
-        return load_base(model_dir, exported, form, device=ground.device, copy_rate=copy_rate)
+        return load_base(model_dir, exported, form, device=opened.device, copy_rate=copy_rate)
 
-    return WorkerSlot(epoch, arena, ground, load)
+    return WorkerSlot(epoch, arena, opened, load)
 
 
 def _check_readable(job: JobSpec, model_dir: Path) -> None:
