@@ -116,7 +116,7 @@ class WindrowClient:
 
     def version(self) -> str:
         """Return the version of Kubernetes (`v1.36.3`)."""
-        with _answers("the API server"):
+        with translating_errors("the API server"):
             found = k8s.VersionApi(self._api).get_code(_request_timeout=_TIMEOUT_S)
         return str(found.git_version)
 
@@ -130,7 +130,7 @@ class WindrowClient:
         name = body["metadata"]["name"]
         namespace = namespace or body["metadata"].get("namespace") or self.namespace
         body["metadata"] = {**body["metadata"], "namespace": namespace}
-        with _answers(f"FinetuneJob {namespace}/{name}"):
+        with translating_errors(f"FinetuneJob {namespace}/{name}"):
             found = self._custom.create_namespaced_custom_object(
                 GROUP, VERSION, namespace, FINETUNE_JOB.plural, body, _request_timeout=_TIMEOUT_S
             )
@@ -280,7 +280,7 @@ class WindrowClient:
     def _sidecar_log(self, namespace: str, pod: str) -> list[str]:
         """Return the lines of a pod's sidecar, oldest first; none of a pod that is gone."""
         try:
-            with _answers(f"pod {namespace}/{pod}"):
+            with translating_errors(f"pod {namespace}/{pod}"):
                 body = self._core.read_namespaced_pod(pod, namespace, _request_timeout=_TIMEOUT_S)
         except NotFound:
             return []
@@ -296,7 +296,7 @@ class WindrowClient:
                 path = Path(local, f"{container}.log")
                 lines += path.read_text(errors="replace").splitlines() if path.is_file() else []
                 continue
-            with _answers(f"log of pod {namespace}/{pod}"):
+            with translating_errors(f"log of pod {namespace}/{pod}"):
                 text = self._core.read_namespaced_pod_log(
                     pod, namespace, container=container, _request_timeout=_TIMEOUT_S
                 )
@@ -325,7 +325,7 @@ class WindrowClient:
         name = body["metadata"]["name"]
         namespace = namespace or body["metadata"].get("namespace") or self.namespace
         body["metadata"] = {**body["metadata"], "namespace": namespace}
-        with _answers(f"HarvestPolicy {namespace}/{name}"):
+        with translating_errors(f"HarvestPolicy {namespace}/{name}"):
             for _ in range(_TRIES):
                 try:
                     self._put_policy(namespace, name, body, force=force)
@@ -383,7 +383,7 @@ class WindrowClient:
     def recent_events(self, *, namespace: str = "", selector: str = "") -> list[EventView]:
         """Return the events of a namespace about our resources, oldest first."""
         namespace = namespace or self.namespace
-        with _answers(f"events of {namespace}"):
+        with translating_errors(f"events of {namespace}"):
             found = self._core.list_namespaced_event(
                 namespace, field_selector=selector, _request_timeout=_TIMEOUT_S
             )
@@ -406,9 +406,9 @@ class WindrowClient:
 
     @contextmanager
     def _about(self, what: str, namespace: str) -> Iterator[None]:
-        """Turn errors as `_answers` does; where nothing is found, name a missing namespace."""
+        """Translate errors; where nothing is found, name a missing namespace."""
         try:
-            with _answers(what):
+            with translating_errors(what):
                 yield
         except NotFound:
             self._require_namespace(namespace)
@@ -425,7 +425,7 @@ class WindrowClient:
             return  # what was asked first has been answered
 
     def _list(self, kind: Kind, namespace: str | None) -> list[dict[str, Any]]:
-        with _answers(f"{kind.plural} of {namespace or 'all namespaces'}"):
+        with translating_errors(f"{kind.plural} of {namespace or 'all namespaces'}"):
             if namespace is None:
                 found = self._custom.list_cluster_custom_object(
                     GROUP, VERSION, kind.plural, _request_timeout=_TIMEOUT_S
@@ -577,8 +577,16 @@ def _namespace_of_the_pod() -> str:
 
 
 @contextmanager
-def _answers(what: str) -> Iterator[None]:
-    """Turn the client's exceptions into ours."""
+def translating_errors(what: str) -> Iterator[None]:
+    """Turn the Kubernetes client's exceptions into ours.
+
+    Args:
+        what: is asked for or changed; an error begins with it.
+
+    Raises:
+        UserError: what was asked for was refused.
+        Transient: the API server does not answer, or has failed.
+    """
     try:
         yield
     except k8s.ApiException as e:

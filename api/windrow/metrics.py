@@ -380,7 +380,8 @@ HARVESTED_SECONDS: Final = _of_operator(
     "windrow_harvested_device_seconds_total",
     _COUNTER,
     "device seconds",
-    "Time that workers had a device beside decode; jobs that share a worker share it.",
+    "Time that workers had a device beside decode; jobs that share a worker share it. Time in "
+    "which decode's guard kept the worker paused counts too.",
     "job_namespace",
     "policy_namespace",
     "policy",

@@ -12,7 +12,7 @@ from typing import Any, Final
 from kubernetes import client as k8s
 from kubernetes.client.exceptions import ApiException
 
-from windrow.client import WindrowClient, _answers
+from windrow.client import WindrowClient, translating_errors
 from windrow.conditions import get_condition
 from windrow.crd import GROUP, HARVEST_SLOT, VERSION
 
@@ -95,7 +95,7 @@ class ClusterSwitch:
                 "at": datetime.now(UTC).isoformat(timespec="seconds"),
             },
         }
-        with _answers(f"ConfigMap {self._namespace}/{SWITCH}"):
+        with translating_errors(f"ConfigMap {self._namespace}/{SWITCH}"):
             try:
                 self._core.create_namespaced_config_map(
                     self._namespace, body, _request_timeout=_TIMEOUT_S
@@ -108,7 +108,7 @@ class ClusterSwitch:
 
     def turn_on(self) -> bool:
         """Let policies decide again; return whether it was off."""
-        with _answers(f"ConfigMap {self._namespace}/{SWITCH}"):
+        with translating_errors(f"ConfigMap {self._namespace}/{SWITCH}"):
             try:
                 self._core.delete_namespaced_config_map(
                     SWITCH, self._namespace, _request_timeout=_TIMEOUT_S
@@ -121,7 +121,7 @@ class ClusterSwitch:
 
     def slots(self) -> list[SlotQuiet]:
         """Return of every slot whether it is quiet."""
-        with _answers("HarvestSlots"):
+        with translating_errors("HarvestSlots"):
             return [self._quiet(slot) for slot in self._listed()]
 
     def _listed(self) -> list[Mapping[str, Any]]:

@@ -114,6 +114,10 @@ class RunDir:
         """Return the note of whose turn it is in the slot's worker, for after its death."""
         return self.root / f"worker-{self.slot}.turn"
 
+    def worker_log(self) -> Path:
+        """Return the log of the slot's worker itself, while it has, or has had, several jobs."""
+        return self.root / f"worker-{self.slot}.log"
+
     @property
     def mps_folder(self) -> Path:
         """Pipes and logs of the private MPS daemon, where decode's start has brought one up."""
@@ -158,7 +162,8 @@ def profile_file(key: str) -> str:
 def worker_line(jobs: Iterable[str], text: str) -> str:
     """Return a line of a worker's log as the sidecar's own log has it.
 
-    `jobs`: namespace/name of each that the worker has; who may read the sidecar's log sees all.
+    `jobs`: namespace/name of each that it is about; none: of the process alone, whose jobs are of
+    several namespaces. Who may read the sidecar's log sees all.
     """
     return f"worker {', '.join(jobs)} | {text}"
 

@@ -29,7 +29,8 @@ class TenantUsage:
     Attributes:
         tenant: namespace of the jobs.
         tokens: real ones of finished optimizer steps.
-        device_hours: that workers had a device beside decode; None: not known.
+        device_hours: that workers had a device beside decode, those in which decode's guard kept
+            them paused included; None: not known.
         worth: device hours at the price; None: not known, or no price was given.
     """
 

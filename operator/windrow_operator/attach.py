@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from collections.abc import AsyncIterator, Callable
 from datetime import datetime, timedelta
 from typing import Final, Protocol
@@ -58,6 +59,9 @@ _SERVER_OPTIONS: Final = (
     ("grpc.max_connection_idle_ms", 60_000),
     ("grpc.max_metadata_size", 32 * 2**10),
 )
+# All connections, those before the end of their handshake too: without a bound, somebody who opens
+# them takes every file that the process may have. A sidecar that finds no room comes again.
+_MOST_CONNECTIONS: Final = 16_384
 # A sidecar says hello at once.
 _HELLO_WITHIN_S: Final = 10.0
 # Streams whose token or hello is still awaited, of all sidecars.
@@ -157,7 +161,8 @@ class AttachServer(pb_grpc.AttachServicer):
         Raises:
             OSError: the port is taken.
         """
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        most = ("grpc.max_allowed_incoming_connections", _most_connections())
+        server = grpc.aio.server(options=(*_SERVER_OPTIONS, most))
         pb_grpc.add_AttachServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         try:
             bound = server.add_secure_port(f"{host}:{port}", credentials)
@@ -394,3 +399,11 @@ class AttachServer(pb_grpc.AttachServicer):
             )
             self._metrics.stale.inc()
             session.command(command)
+
+
+def _most_connections() -> int:
+    """Return how many connections the port takes: half of the files that the process may have."""
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most_files == resource.RLIM_INFINITY:
+        return _MOST_CONNECTIONS
+    return max(1, min(_MOST_CONNECTIONS, most_files // 2))

@@ -95,7 +95,7 @@ class PolicyStatus:
         if generation == policy.generation and now - at < UNPREPARED_INTERVAL:
             return words
         path = f"/api/v1/namespaces/{policy.namespace}/pods"
-        query = unprepared.labels_query(policy.spec.selector)
+        query = policy.spec.selector.query(*unprepared.NOT_PREPARED)
         try:
             bodies = await self._kube.first(path, labels=query, limit=_UNPREPARED_LISTED)
         except ApiError as error:

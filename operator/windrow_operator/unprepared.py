@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from windrow.crd import LABEL_DECODE, LABEL_INJECT, LabelSelector
+from windrow.crd import LABEL_DECODE, LABEL_INJECT
 from windrow_operator import policies
 from windrow_operator.command_line import option_of
 from windrow_operator.decode_pods import (
@@ -26,6 +26,9 @@ from windrow_operator.model import CheckedPolicy
 from windrow_operator.pods import pod_of
 
 Body = Mapping[str, Any]
+
+# Of a list of pods: those that were not prepared and do not opt out.
+NOT_PREPARED: Final = (f"{LABEL_DECODE}!=true", f"{LABEL_INJECT}!=disabled")
 
 _NAMED = 3  # workloads that a message names
 
@@ -43,22 +46,6 @@ class Unprepared:
     workload: str
     owner: Body
     lacks: str
-
-
-def labels_query(selector: LabelSelector) -> str:
-    """Return the query for pods that `selector` means, were not prepared and do not opt out."""
-    terms = [f"{key}={value}" for key, value in selector.match_labels.items()]
-    for each in selector.match_expressions:
-        values = f"({','.join(each.values)})"
-        terms.append(
-            {
-                "In": f"{each.key} in {values}",
-                "NotIn": f"{each.key} notin {values}",
-                "Exists": each.key,
-                "DoesNotExist": f"!{each.key}",
-            }[each.operator]
-        )
-    return ",".join([*terms, f"{LABEL_DECODE}!=true", f"{LABEL_INJECT}!=disabled"])
 
 
 def unprepared(policy: CheckedPolicy, pods: Iterable[Body]) -> list[Unprepared]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import random
@@ -18,15 +19,25 @@ from windrow.errors import UserError
 from windrow.outputs import check_within
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import attach, reports
+from windrow_operator.bearer_tokens import (
+    ACCOUNT,
+    BearerTokens,
+    TokenNotValid,
+    TooManyFailures,
+    account_of,
+)
 from windrow_operator.cluster_state import ClusterState
 from windrow_operator.deploy import Instance, NotLoaded, Servers
 from windrow_operator.identity import Identity, Refused
 from windrow_operator.injection import SidecarTemplate
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Pod
+from windrow_operator.openai_api.keyring import Keyring
+from windrow_operator.openai_api.refusals import CallRefused
 from windrow_operator.rate_limit import Forgetful, TokenBucket
 from windrow_operator.webhook import PATH, Webhook
 from windrow_sidecar.finetune.training.checkpoint import JobFolder
+from windrow_sidecar.testing.attached_operator import certificate
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
 ADAPTER = "adapter_model.safetensors"
@@ -192,6 +203,68 @@ async def test_made_up_tokens_are_reviewed_so_many_times():
     with pytest.raises(Refused) as refused:  # another address is not held up by it
         await identity.identify({"authorization": "Bearer other"}, "ipv4:10.0.0.8")
     assert refused.value.code is grpc.StatusCode.UNAUTHENTICATED
+
+
+class SlowReviews(Asked):
+    """An API server whose reviews all wait until the last has come."""
+
+    def __init__(self):
+        super().__init__()
+        self.answers = asyncio.Event()
+
+    async def create(self, path, body):
+        self.calls.append(path)
+        await self.answers.wait()
+        user = {"username": f"{ACCOUNT}blue:ci", "extra": {}}
+        return {"status": {"authenticated": "good" in body["spec"]["token"], "user": user}}
+
+
+@pytest.mark.parametrize("port", ["stream", "api"])
+async def test_made_up_tokens_that_come_at_once_are_reviewed_so_many_times(port):
+    kube = SlowReviews()
+    identity = Identity(ClusterState(NOW), kube)
+    keyring = Keyring(kube, "windrow-system", ())
+
+    async def ask(number):
+        said = f"Bearer {jwt_like(number)}"
+        if port == "api":
+            await keyring.key_of(said, "10.0.0.9")
+        else:
+            await identity.identify({"authorization": said}, "10.0.0.9")
+
+    asking = [asyncio.create_task(ask(number)) for number in range(500)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert 0 < len(kube.calls) <= 32
+    kube.answers.set()
+    refused = await asyncio.gather(*asking, return_exceptions=True)
+    assert all(isinstance(error, Refused | CallRefused) for error in refused)
+    assert len(kube.calls) <= 20 + 32
+
+
+async def test_a_token_that_is_bound_to_no_pod_or_of_no_account_counts_as_a_failure():
+    kube = SlowReviews()
+    kube.answers.set()
+    tokens = BearerTokens(kube, "", known_s=1, at_once=4, failures_per_second=1e-9, most=8)
+
+    async def accept(user):
+        return account_of(user)
+
+    with pytest.raises(TokenNotValid, match="audience"):
+        await tokens.reviewed("good", "peer", 0.0, accept)
+    for _ in range(20):
+        tokens.check_address("peer", 0.0)
+        tokens.count_failure("peer", 0.0)
+    with pytest.raises(TooManyFailures):
+        await tokens.reviewed("good", "peer", 0.0, accept)
+    assert len(kube.calls) == 1
+    tokens.check_address("peer", 301.0)  # forgotten
+
+
+def test_a_service_account_is_named_by_two_parts():
+    assert account_of({"username": f"{ACCOUNT}blue:ci"}) == ("blue", "ci")
+    for name in ("", "admin", "blue:ci", ACCOUNT, f"{ACCOUNT}blue", f"{ACCOUNT}blue:"):
+        assert account_of({"username": name}) is None
 
 
 async def test_a_token_longer_than_any_is_reviewed_by_nobody():
@@ -382,6 +455,24 @@ async def test_a_connection_without_a_hello_ends(monkeypatch):
         await server._arrive(Silent(), Silent())
     assert refused.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert server._arriving == 0
+
+
+async def test_connections_to_the_stream_are_bounded_before_their_handshake(monkeypatch):
+    monkeypatch.setattr(attach, "_MOST_CONNECTIONS", 3)
+    server = attach.AttachServer(ClusterState(NOW), Asked(), Metrics(), clock=lambda: NOW)
+    key, cert = certificate()
+    port = await server.start("127.0.0.1", 0, grpc.ssl_server_credentials([(key, cert)]))
+    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+    try:
+        reader, _ = silent[-1]
+        async with asyncio.timeout(5):  # those that may stay have ten seconds
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        assert not any(reader.at_eof() for reader, _ in silent[:3])
+    finally:
+        for _, writer in silent:
+            writer.close()
+        await server.stop()
 
 
 async def test_those_on_their_way_are_bounded(monkeypatch):

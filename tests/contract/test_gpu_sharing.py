@@ -28,7 +28,7 @@ from windrow_sidecar.agent.slot import AgentSlot
 from windrow_sidecar.agent.worker_process import (
     Standby,
     WorkerDevices,
-    WorkerLogFollower,
+    WorkerLogs,
     WorkerProcess,
     worker_environment,
 )
@@ -424,8 +424,8 @@ async def test_the_gpu_work_of_a_client_is_ended_before_it_is_killed(pod, tmp_pa
     )
     sleeper = await asyncio.create_subprocess_exec("sleep", "60", process_group=0)
     pod.put_clients(41, sleeper.pid)
-    (log := tmp_path / "worker.log").touch()
-    supervisor._process = WorkerProcess(sleeper, log, WorkerLogFollower(log, "default/tone"))
+    logs = WorkerLogs(RunDir(tmp_path), attach_pb2.Assign(job_namespace="default", job_uid="u"))
+    supervisor._process = WorkerProcess(sleeper, logs)
     clients = pod.run_dir.mps_folder / "pipe" / "clients"
     kill = supervisor._process.kill
     supervisor._process.kill = lambda: (order.append(clients.read_text().strip()), kill())

@@ -78,7 +78,7 @@ async def test_jobs_share_a_worker_and_it_is_reaped_after_the_last(pod):
     assert operator.kinds("uid-1") == operator.kinds("uid-2") == ["STARTED", "STOPPED"]
 
 
-async def test_lines_of_a_shared_worker_are_those_of_each_job_that_it_has(pod):
+async def test_each_job_of_a_shared_worker_has_lines_of_its_own(pod):
     operator, agent, _ = pod
 
     def wrote(uid: str) -> list[str]:
@@ -90,13 +90,12 @@ async def test_lines_of_a_shared_worker_are_those_of_each_job_that_it_has(pod):
     await until(lambda: "uid-1 begins" in wrote("uid-1"))
     await started(operator, "uid-2", "run")
     await until(lambda: "uid-2 begins" in wrote("uid-2"))
-    assert "uid-2 begins" in wrote("uid-1")
     operator.command(Ask.STOP, "uid-1", 1)
     await until(lambda: end_of(operator, "uid-1"))
     await started(operator, "uid-3", "run")
-    await until(lambda: "uid-3 begins" in wrote("uid-2"))
-    assert "uid-3 begins" in wrote("uid-3")
-    assert "uid-3 begins" not in wrote("uid-1")
+    await until(lambda: "uid-3 begins" in wrote("uid-3"))
+    assert wrote("uid-1") == ["uid-1 begins"]
+    assert wrote("uid-2") == ["uid-2 begins"]
 
 
 async def test_more_jobs_than_it_said_are_rejected_and_come_when_there_is_room(pod):

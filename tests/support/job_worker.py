@@ -25,7 +25,7 @@ import grpc
 
 from windrow.conditions import Reason
 from windrow.proto import agent_pb2, agent_pb2_grpc
-from windrow.rundir import PROTOCOL_VERSION, RunDir
+from windrow.rundir import PROTOCOL_VERSION, WORKER_LOG, RunDir
 from windrow_sidecar.turn import TurnNote
 
 _STEP_S, _LINGER_S = 0.05, 1.0
@@ -75,7 +75,10 @@ class JobWorker:
             self._linger()
         if self._behave == "at-work":
             TurnNote(self._run_dir.turn_note()).of(self._job_uid, self._epoch)()
-        print(f"{self._job_uid} begins", flush=True)
+        # To its own log, which is the process's output for the first job.
+        log = self._run_dir.job_dir(self._job_uid) / WORKER_LOG
+        with log.open("a", encoding="utf-8") as own:
+            own.write(f"{self._job_uid} begins\n")
         self._event("STARTED", "Started", "from the beginning")
         if self._behave == "crash":
             os.abort()

@@ -10,7 +10,7 @@ from windrow_operator.cluster_state import ClusterState
 from windrow_operator.metrics import Metrics
 from windrow_operator.policies import policy_of
 from windrow_operator.policy_status import PolicyStatus
-from windrow_operator.unprepared import labels_query, sentence, unprepared
+from windrow_operator.unprepared import NOT_PREPARED, sentence, unprepared
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
 SGLANG = ["python", "-m", "sglang.launch_server"]
@@ -111,7 +111,7 @@ def test_every_part_of_a_selector_is_asked_for():
             ],
         }
     )
-    assert labels_query(selector) == (
+    assert selector.query(*NOT_PREPARED) == (
         "app=chat,tier in (a,b),zone notin (c),gpu,!old,"
         "windrow.dev/decode!=true,windrow.dev/inject!=disabled"
     )

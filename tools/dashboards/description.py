@@ -133,7 +133,8 @@ HARVEST = Board(
                     "stat",
                     "suffix: h",
                     4,
-                    "Time that workers had a device beside decode, over the dashboard's range.",
+                    "Time that workers had a device beside decode, over the dashboard's range. "
+                    "Time in which decode's guard kept them paused counts too.",
                 ),
                 Panel(
                     "Worth",

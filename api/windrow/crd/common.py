@@ -178,6 +178,25 @@ class LabelSelector(Record):
             return False
         return all(_holds(requirement, labels) for requirement in self.match_expressions)
 
+    def query(self, *more: str) -> str:
+        """Return the value of `labelSelector` that lists what is meant.
+
+        Args:
+            more: further terms of that syntax, which must hold too.
+        """
+        terms = [f"{key}={value}" for key, value in self.match_labels.items()]
+        for each in self.match_expressions:
+            values = f"({','.join(each.values)})"
+            terms.append(
+                {
+                    "In": f"{each.key} in {values}",
+                    "NotIn": f"{each.key} notin {values}",
+                    "Exists": each.key,
+                    "DoesNotExist": f"!{each.key}",
+                }[each.operator]
+            )
+        return ",".join([*terms, *more])
+
 
 def _holds(requirement: SelectorRequirement, labels: dict[str, str]) -> bool:
     value = labels.get(requirement.key)

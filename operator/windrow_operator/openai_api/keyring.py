@@ -19,21 +19,24 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from windrow.crd import FINETUNE_JOB, GROUP
+from windrow_operator.bearer_tokens import (
+    BearerTokens,
+    TokenNotValid,
+    TooManyFailures,
+    User,
+    account_of,
+    bearer_token,
+    digest,
+    is_too_long,
+)
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound
 from windrow_operator.openai_api.refusals import CallRefused, busy, unavailable
-from windrow_operator.rate_limit import Forgetful, TokenBucket
 
 log = logging.getLogger(__name__)
 
 # What a token for this endpoint is made for: kubectl create token ACCOUNT --audience windrow-api.
 AUDIENCE: Final = "windrow-api"
-_ACCOUNT: Final = "system:serviceaccount:"
-_LONGEST_TOKEN: Final = 16 * 2**10
 _KNOWN_S: Final = 15.0
-_MOST_REMEMBERED: Final = 4096
-_REVIEWS_AT_ONCE: Final = 16
-# Wrong tokens of one address: so many at once, and so many a second after that.
-_FAILURES_AT_ONCE, _FAILURES_PER_SECOND, _FAILURES_S = 20.0, 0.5, 300.0
 _KEY_LINE: Final = re.compile(
     r"(?P<namespace>[a-z0-9]([-a-z0-9]*[a-z0-9])?)\s+(?P<hash>[0-9a-f]{64})"
 )
@@ -73,9 +76,9 @@ class Keyring:
 
     def __init__(self, kube: Kube, namespace: str, secrets: Sequence[str]) -> None:
         self._kube, self._namespace, self._secrets = kube, namespace, tuple(secrets)
-        self._reviews = asyncio.Semaphore(_REVIEWS_AT_ONCE)
-        self._known: Forgetful[ApiKey] = Forgetful(_KNOWN_S, _MOST_REMEMBERED)
-        self._failures: Forgetful[TokenBucket] = Forgetful(_FAILURES_S, _MOST_REMEMBERED)
+        self._tokens: BearerTokens[ApiKey] = BearerTokens(
+            kube, AUDIENCE, known_s=_KNOWN_S, at_once=16, failures_per_second=0.5, most=4096
+        )
         self._hashes: tuple[tuple[str, ApiKey], ...] = ()
         self._read_at_s = -_KNOWN_S
         self._reading = asyncio.Lock()
@@ -90,41 +93,34 @@ class Keyring:
         Raises:
             CallRefused: the token is not valid, may not create jobs, or could not be checked.
         """
-        scheme, _, token = authorization.partition(" ")
-        token = token.strip()
-        if scheme.lower() != "bearer" or not token:
+        token = bearer_token(authorization)
+        if not token:
             raise _unknown("You didn't provide an API key. Send it as `Authorization: Bearer KEY`.")
-        if len(token) > _LONGEST_TOKEN:
+        if is_too_long(token):
             raise _unknown("The API key is longer than any key of this server.")
         now_s = asyncio.get_running_loop().time()
-        digest = hashlib.sha256(token.encode()).hexdigest()
-        if (known := self._known.get(digest, now_s)) is not None:
+        if (known := self._tokens.known(token, now_s)) is not None:
             return known
         try:
             if token.count(".") == 2:
-                self._check_failures(peer, now_s)
-                found = await self._reviewed(token)
+                found = await self._reviewed(token, peer, now_s)
             else:
-                found = await self._of_secrets(digest, now_s)
+                found = await self._of_secrets(digest(token), now_s)
         except ApiError as error:
             raise unavailable(f"The API key cannot be checked now: {error}") from error
+        except TooManyFailures:
+            raise _too_many() from None
         except CallRefused:
             # After the look at the Secrets: callers behind one proxy have one address, and wrong
             # keys of one of them do not keep the right key of another out.
-            self._check_failures(peer, now_s)
-            bucket = self._failures.get(peer, now_s) or TokenBucket.full(
-                _FAILURES_PER_SECOND, _FAILURES_AT_ONCE, now_s
-            )
-            bucket.take(1, now_s)
-            self._failures.put(peer, bucket, now_s)
+            try:
+                self._tokens.check_address(peer, now_s)
+            except TooManyFailures:
+                raise _too_many() from None
+            self._tokens.count_failure(peer, now_s)
             raise
-        self._known.put(digest, found, now_s)
+        self._tokens.keep(token, found, now_s)
         return found
-
-    def _check_failures(self, peer: str, now_s: float) -> None:
-        failures = self._failures.get(peer, now_s)
-        if failures is not None and failures.level_at(now_s) < 1:
-            raise busy("Too many wrong API keys came from this address. Try again later.", 5.0)
 
     async def _of_secrets(self, digest: str, now_s: float) -> ApiKey:
         async with self._reading:
@@ -153,32 +149,23 @@ class Keyring:
             found += keys_of(name, body)
         return tuple(found)
 
-    async def _reviewed(self, token: str) -> ApiKey:
-        async with self._reviews:
-            review = await self._kube.create(
-                "/apis/authentication.k8s.io/v1/tokenreviews",
-                {
-                    "apiVersion": "authentication.k8s.io/v1",
-                    "kind": "TokenReview",
-                    "spec": {"token": token, "audiences": [AUDIENCE]},
-                },
-            )
-            status = review.get("status") or {}
-            if not status.get("authenticated") or AUDIENCE not in (status.get("audiences") or ()):
-                raise _unknown(
-                    f"The token is not valid for this server: "
-                    f"{status.get('error') or f'it is not for the audience {AUDIENCE}'}. Make one: "
-                    f"kubectl create token ACCOUNT --audience {AUDIENCE}."
-                )
-            user = status["user"]
-            username = str(user.get("username", ""))
-            namespace, _, account = username.removeprefix(_ACCOUNT).partition(":")
-            if not username.startswith(_ACCOUNT) or not account:
-                raise _unknown("The token is not one of a service account.")
-            await self._check_rights(user, namespace)
-        return ApiKey(namespace, f"sa-{account}")
+    async def _reviewed(self, token: str, peer: str, now_s: float) -> ApiKey:
+        try:
+            return await self._tokens.reviewed(token, peer, now_s, self._account)
+        except TokenNotValid as error:
+            raise _unknown(
+                f"The token is not valid for this server: {error}. Make one: "
+                f"kubectl create token ACCOUNT --audience {AUDIENCE}."
+            ) from None
 
-    async def _check_rights(self, user: dict[str, Any], namespace: str) -> None:
+    async def _account(self, user: User) -> ApiKey:
+        if (account := account_of(user)) is None:
+            raise _unknown("The token is not one of a service account.")
+        namespace, name = account
+        await self._check_rights(user, namespace)
+        return ApiKey(namespace, f"sa-{name}")
+
+    async def _check_rights(self, user: User, namespace: str) -> None:
         review = await self._kube.create(
             "/apis/authorization.k8s.io/v1/subjectaccessreviews",
             {
@@ -229,6 +216,10 @@ def keys_of(secret: str, body: dict[str, Any]) -> list[tuple[str, ApiKey]]:
             continue
         found.append((line["hash"], ApiKey(line["namespace"], f"key-{secret}.{entry}")))
     return found
+
+
+def _too_many() -> CallRefused:
+    return busy("Too many wrong API keys came from this address. Try again later.", 5.0)
 
 
 def _unknown(message: str) -> CallRefused:

@@ -230,7 +230,9 @@ class JobRun:
             reason, detail = self._cause or (Reason.STOPPED, end.describe())
             await self._end(Event.STOPPED, reason, detail)
         elif through is not None and through is not self:
-            detail = f"its worker has ended with job {through.assign.job_name}"
+            same = through.assign.job_namespace == self.assign.job_namespace
+            which = f"job {through.assign.job_name}" if same else "a job of another namespace"
+            detail = f"its worker has ended with {which}"
             await self._end(Event.STOPPED, Reason.SLOT_LOST, detail)
         elif self._silent_s:
             detail = f"the worker said nothing for {self._silent_s:.0f} s; {end.describe()}"

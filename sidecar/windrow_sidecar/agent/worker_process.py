@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from windrow.rundir import (
     ENV_ONLY_GPU,
     ENV_RUN_DIR,
     WORKER_LOG,
+    RunDir,
     worker_line,
 )
 from windrow_sidecar.agent.fork_server import ROOM, ROOM_BYTES, ForkOrder
@@ -133,8 +134,8 @@ class WorkerDevices:
 class WorkerProcess:
     """A running worker. Ends with the agent, whatever happens to that."""
 
-    def __init__(self, process: WorkerChild, log: Path, follower: WorkerLogFollower) -> None:
-        self._process, self._log, self._follower = process, log, follower
+    def __init__(self, process: WorkerChild, logs: WorkerLogs) -> None:
+        self._process, self._logs = process, logs
 
     @classmethod
     async def start(
@@ -145,7 +146,7 @@ class WorkerProcess:
     ) -> WorkerProcess:
         """Write the job's spec to its directory and start the worker, the waiting one if it is."""
         log = write_job(settings, assign) / WORKER_LOG
-        follower = WorkerLogFollower(log, name_of(assign))
+        logs = WorkerLogs(settings.run_dir.of_slot(assign.slot), assign)
         process = standby.take(assign) if standby else None
         if process is None:
             process = await start_worker(
@@ -155,7 +156,7 @@ class WorkerProcess:
                 devices=standby.devices if standby else WorkerDevices(),
                 forks=standby.forks if standby else None,
             )
-        return cls(process, log, follower)
+        return cls(process, logs)
 
     @property
     def pid(self) -> int:
@@ -168,22 +169,29 @@ class WorkerProcess:
             await self._process.started()
 
     def joined(self, assign: attach_pb2.Assign) -> None:
-        """Add a job to those of the worker: lines of its log are that job's too."""
-        self._follower.add(name_of(assign))
+        """Add a job to those of the worker: it has a log of its own."""
+        self._logs.add(assign)
 
     def left(self, assign: attach_pb2.Assign) -> None:
         """Remove a job that the worker no longer has; others go on."""
-        self._follower.drop(name_of(assign))
+        self._logs.drop(assign)
 
     async def wait(self) -> Exit:
-        """Reap it; meanwhile its log is repeated on the agent's output."""
-        following = asyncio.create_task(self._follower.run())
+        """Reap it; meanwhile its logs are repeated on the agent's output.
+
+        Returns its end as the job that it was started for may hear of it.
+        """
+        following = asyncio.create_task(self._logs.run())
         try:
             code = await self._process.wait()
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
-        return Exit(code, _tail(self._log) if code else "")
+        return self.exit_of(self._logs.first, code)
+
+    def exit_of(self, assign: attach_pb2.Assign, code: int) -> Exit:
+        """Return its end as a job of it may hear of it: with last lines that are that job's."""
+        return Exit(code, self._logs.tail_of(assign) if code else "")
 
     def terminate(self) -> None:
         """Ask it to checkpoint and end (SIGTERM)."""
@@ -424,11 +432,15 @@ def worker_environment(
     return {**os.environ, **own}
 
 
-def _tail(log: Path) -> str:
-    with log.open("rb") as lines:
-        lines.seek(0, os.SEEK_END)
-        lines.seek(max(0, lines.tell() - _LOG_TAIL_BYTES))
-        return lines.read().decode(errors="replace").strip()
+def _tail(log: Path, since: int = 0) -> str:
+    """Return the last lines of a log, of those behind `since` bytes."""
+    try:
+        with log.open("rb") as lines:
+            size = lines.seek(0, os.SEEK_END)
+            lines.seek(max(0, since, size - _LOG_TAIL_BYTES))
+            return lines.read().decode(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
 
 
 def _print(line: str) -> None:
@@ -441,41 +453,30 @@ class WorkerLogFollower:
 
     Args:
         log: of the worker; it need not be there yet.
-        job: namespace/name that each line is marked with, until others come beside it.
+        jobs: namespace/name of those that each line is marked with.
         emit: takes each marked line.
+
+    Attributes:
+        log: as given.
+        began_at: its length when it began, bytes.
     """
 
-    def __init__(self, log: Path, job: str, emit: Callable[[str], None] = _print) -> None:
-        self._log, self._jobs, self._emit = log, [job], emit
-        self._at = log.stat().st_size if log.exists() else 0
+    def __init__(
+        self, log: Path, jobs: Sequence[str], emit: Callable[[str], None] = _print
+    ) -> None:
+        self.log, self._jobs, self._emit = log, tuple(jobs), emit
+        self._at = self.began_at = log.stat().st_size if log.exists() else 0
         self._begun = b""
 
-    def add(self, job: str) -> None:
-        """Mark what is written from now on with another job as well."""
+    def mark(self, jobs: Sequence[str]) -> None:
+        """Mark what is written from now on with these jobs."""
         self.look()
-        self._jobs.append(job)
-
-    def drop(self, job: str) -> None:
-        """Mark what is written from now on with the others alone."""
-        self.look()
-        if job in self._jobs:  # else it never came so far
-            self._jobs.remove(job)
-
-    async def run(self) -> None:
-        """Follow until cancelled, then report the last lines."""
-        try:
-            while True:
-                self.look()
-                await asyncio.sleep(_LOG_EVERY_S)
-        finally:
-            self.look()
-            if self._begun:
-                self._tell(self._begun)
+        self._jobs = tuple(jobs)
 
     def look(self) -> None:
         """Tell what has come since the last look."""
         try:
-            with self._log.open("rb") as lines:
+            with self.log.open("rb") as lines:
                 lines.seek(self._at)
                 fresh = lines.read(_MOST_LOG_BYTES)
         except FileNotFoundError:
@@ -485,5 +486,78 @@ class WorkerLogFollower:
         for line in whole:
             self._tell(line)
 
+    def finish(self) -> None:
+        """Tell the last lines, whole or not."""
+        self.look()
+        if self._begun:
+            self._tell(self._begun)
+
     def _tell(self, line: bytes) -> None:
         self._emit(worker_line(self._jobs, line.decode(errors="replace").rstrip("\r")))
+
+
+class WorkerLogs:
+    """The logs of a worker: one of each job, and from the second job on one of the process.
+
+    What the process says is each job's where all of them are of one namespace, and nobody's where
+    they are not.
+
+    Args:
+        run_dir: of the decode pod, as the worker's slot sees it.
+        first: the job that the worker is started for.
+        emit: takes each marked line.
+
+    Attributes:
+        first: as given.
+    """
+
+    def __init__(
+        self, run_dir: RunDir, first: attach_pb2.Assign, emit: Callable[[str], None] = _print
+    ) -> None:
+        self._run_dir, self._emit, self.first = run_dir, emit, first
+        self._of_process = WorkerLogFollower(run_dir.worker_log(), (), emit)
+        self._of_jobs: dict[str, WorkerLogFollower] = {}  # by UID
+        self._going: dict[str, str] = {}  # namespace/name of the jobs that the worker has, by UID
+        self._namespaces: set[str] = set()  # that it has ever served
+        self.add(first)
+
+    def add(self, assign: attach_pb2.Assign) -> None:
+        """Follow the log of a further job."""
+        log = self._run_dir.job_dir(assign.job_uid) / WORKER_LOG
+        if assign.job_uid not in self._of_jobs:
+            self._of_jobs[assign.job_uid] = WorkerLogFollower(log, [name_of(assign)], self._emit)
+        self._going[assign.job_uid] = name_of(assign)
+        self._namespaces.add(assign.job_namespace)
+        self._mark()
+
+    def drop(self, assign: attach_pb2.Assign) -> None:
+        """Note that the worker no longer has a job."""
+        self._going.pop(assign.job_uid, None)
+        self._mark()
+
+    def _mark(self) -> None:
+        mixed = len(self._namespaces) > 1
+        self._of_process.mark(() if mixed else tuple(self._going.values()))
+
+    async def run(self) -> None:
+        """Follow until cancelled, then report the last lines."""
+        try:
+            while True:
+                for follower in self._all():
+                    follower.look()
+                await asyncio.sleep(_LOG_EVERY_S)
+        finally:
+            for follower in self._all():
+                follower.finish()
+
+    def tail_of(self, assign: attach_pb2.Assign) -> str:
+        """Return the last lines that are a job's."""
+        log = self._of_jobs.get(assign.job_uid)
+        own = _tail(log.log) if log is not None else ""
+        if len(self._namespaces) > 1:
+            return own
+        shared = _tail(self._of_process.log, self._of_process.began_at)
+        return f"{own}\n{shared}".strip()
+
+    def _all(self) -> list[WorkerLogFollower]:
+        return [*self._of_jobs.values(), self._of_process]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from windrow.proto import agent_pb2, attach_pb2
 from windrow_sidecar.agent.job_run import JobRun
@@ -181,10 +180,12 @@ class WorkerSupervisor:
             self._killer.cancel()
         costs = self._killed_for or self._whose_turn()
         forget_turn(self._turn_note)
-        # What its log says is of all its jobs: where namespaces share it, it goes into no status.
-        shared = len({run.assign.job_namespace for run in self.runs}) > 1
-        told = replace(end, log_tail="") if shared else end
-        await asyncio.gather(*(run.worker_ended(told, through=costs) for run in self.runs))
+        await asyncio.gather(
+            *(
+                run.worker_ended(process.exit_of(run.assign, end.code), through=costs)
+                for run in self.runs
+            )
+        )
         if self._killer:
             self._killer.cancel()
         _log.info("worker %d: %s, %s", process.pid, self._last_end, end.describe())

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from windrow_sidecar.finetune.colocated.standby import JobOrder
 
 NICENESS = 19
+_LOG_FORMAT = "%(asctime)s %(name)s %(message)s"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker; the exit status is a `protocol.Ending`, of several jobs the worst."""
     options = _options(argv)
     to_log = logging.StreamHandler(sys.stderr)
-    to_log.setFormatter(RedactingFormatter("%(asctime)s %(name)s %(message)s"))
+    to_log.setFormatter(RedactingFormatter(_LOG_FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[to_log])
     if options.standalone:
         _flush_denormals()
@@ -162,6 +163,7 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
     if options.standby and not _take_order(options):
         return 0
 
+    from windrow_sidecar.finetune.colocated.job_logs import JobLogs
     from windrow_sidecar.finetune.colocated.jobs import WorkerJobs
     from windrow_sidecar.finetune.data.readers import Readers
     from windrow_sidecar.turn import TurnNote
@@ -171,6 +173,9 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
     from windrow_sidecar.finetune.colocated.standby import JobOrder
 
     run_dir = RunDir(options.run_dir, options.slot)
+    logs = JobLogs(run_dir)
+    logs.setFormatter(RedactingFormatter(_LOG_FORMAT))
+    logging.getLogger().handlers[:] = [logs]
     jobs = WorkerJobs(
         run_dir,
         JobOrder(options.job_uid, options.epoch),
@@ -178,6 +183,7 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
         lambda order: _event_log(run_dir, order),
         readers,
         TurnNote(run_dir.turn_note()),
+        logs=logs,
     )
     signal.signal(signal.SIGTERM, lambda *_: jobs.ask_to_stop("SIGTERM"))
     return int(jobs.run())

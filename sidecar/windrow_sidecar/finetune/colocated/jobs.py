@@ -24,11 +24,12 @@ from windrow.protocol import Ending, WorkerEvent
 from windrow.rundir import RunDir
 from windrow_sidecar.finetune.colocated.agent_link import JobAgentLink, worker_hello
 from windrow_sidecar.finetune.colocated.job_context import JobContext
+from windrow_sidecar.finetune.colocated.job_logs import JobLogs
 from windrow_sidecar.finetune.colocated.loading import NOT_BEGUN, Loading, Verdict, ended_unloaded
 from windrow_sidecar.finetune.colocated.slot import WorkerSlot
 from windrow_sidecar.finetune.colocated.standby import JobOrder
 from windrow_sidecar.finetune.data import network_guard
-from windrow_sidecar.finetune.data.readers import Readers
+from windrow_sidecar.finetune.data.readers import Readers, RowsWanted
 from windrow_sidecar.finetune.data.remote import Credentials
 from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
 from windrow_sidecar.finetune.job.bucket import open_folder
@@ -77,6 +78,7 @@ class WorkerJobs:
         readers: have the rows of further jobs read; closed at the end.
         turn: records whose turn it is, for the reader who finds the process dead.
         job_state: makes that of a job.
+        logs: keep what is said of each job apart. Default: by no handler of the process.
     """
 
     def __init__(
@@ -88,7 +90,9 @@ class WorkerJobs:
         readers: Readers,
         turn: TurnNote,
         job_state: Callable[[], JobState] = JobState,
+        logs: JobLogs | None = None,
     ) -> None:
+        self._logs = JobLogs(run_dir) if logs is None else logs
         self._readers, self._turn, self._job_state = readers, turn, job_state
         self._run_dir, self._open_slot, self._event_log = run_dir, open_slot, event_log
         self._orders: queue.SimpleQueue[JobOrder] = queue.SimpleQueue()
@@ -107,6 +111,7 @@ class WorkerJobs:
                 JobMultiplexer(arrivals=self._arrival).run()
             except Exception as error:
                 # The edge of the process: whatever went wrong, the agent hears of it.
+                self._logs.about("")
                 log.exception("the worker failed")
                 for pending in tuple(self._open):
                     self._failed(pending, error)
@@ -148,12 +153,20 @@ class WorkerJobs:
 
     def _begin_loading(self, order: JobOrder, slot: WorkerSlot) -> None:
         pending = self._meet(order)
+
+        def job() -> JobSpec:
+            self._logs.about(order.job_uid)  # of the thread that loads it
+            return self._read(pending)
+
+        def rows_for(job: JobSpec) -> RowsWanted:
+            return replace(slot.rows_for(job), log=self._logs.path_of(order.job_uid))
+
         self._loading[pending] = Loading(
-            lambda: self._read(pending),
+            job,
             order,
             pending.job_state,
             self._readers,
-            slot.rows_for,
+            rows_for,
             slot.pace(),
         )
 
@@ -223,6 +236,8 @@ class WorkerJobs:
 
     def _meet(self, order: JobOrder) -> PendingJob:
         """Open the job's stream, before anything that takes time."""
+        if self._open or self._endings:
+            self._logs.separate()
         events, job_state = self._event_log(order), self._job_state()
         job_state.stop_asked = self._stop_asked
         agent = JobAgentLink(
@@ -288,7 +303,14 @@ class WorkerJobs:
         )
 
     def _turn_of(self, pending: PendingJob) -> Callable[[], None]:
-        return self._turn.of(pending.order.job_uid, pending.order.epoch)
+        job_uid, about = pending.order.job_uid, self._logs.about
+        note = self._turn.of(job_uid, pending.order.epoch)
+
+        def begin() -> None:
+            note()
+            about(job_uid)
+
+        return begin
 
     def _fell(self, pending: PendingJob, folder: JobFolder, error: Exception) -> Ending:
         folder.keep_figures()
@@ -322,6 +344,7 @@ class WorkerJobs:
 
         Decode takes the memory of a process that has ended.
         """
+        self._logs.about(pending.order.job_uid)
         event, ending = failure(found, pending.job_state.last_checkpoint)
         if (loading := self._loading.get(pending)) is not None:
             if not loading.give_up((event, ending)):  # it has got ready just now

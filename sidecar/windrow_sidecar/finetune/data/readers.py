@@ -17,12 +17,14 @@ import pickle
 import select
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import IO, Any, Protocol
 
 from windrow.crd import DatasetSpec
@@ -71,6 +73,8 @@ class RowsWanted:
         credentials: for the place where the rows are.
         access: what may be read.
         begun: the time that chat templates read (None: that of the reading).
+        log: where the process that reads writes what it has to say of the rows (None: where the
+            worker wrote when it began).
     """
 
     dataset: DatasetSpec
@@ -82,6 +86,7 @@ class RowsWanted:
     credentials: Credentials = NO_CREDENTIALS
     access: SourceAccess = UNCONFINED
     begun: datetime | None = None
+    log: Path | None = None
 
 
 class Readers:
@@ -260,6 +265,10 @@ def _run_apart(parent: int, run: Callable[[], None]) -> None:
 
 def _read(wanted: RowsWanted, rows: int, said: int) -> None:
     """Read into `rows`; tell over `said` of life, and at last of the outcome."""
+    if wanted.log is not None:
+        with wanted.log.open("ab") as out:
+            os.dup2(out.fileno(), sys.stdout.fileno())
+            os.dup2(out.fileno(), sys.stderr.fileno())
     told_s = time.monotonic()
 
     def alive() -> None:
