@@ -21,6 +21,10 @@ READ = {
     "instruction": {"instruction", "input", "output"},
     "completion": {"prompt", "completion"},
     "text": {"text"},
+    "preference": {
+        *("prompt", "chosen", "rejected", "tools", "chat_template_kwargs"),
+        *("input", "preferred_output", "non_preferred_output"),
+    },
 }
 # By which field a row of each format is told.
 MARKS = {
@@ -29,6 +33,7 @@ MARKS = {
     "instruction": "instruction",
     "completion": "prompt",
     "text": "text",
+    "preference": "chosen",
 }
 # Who speaks in rows of ShareGPT, by the roles of a chat.
 _SHAREGPT = {
@@ -123,6 +128,9 @@ class DatasetRow:
 
     `where` is its place. Turns are as the row has them, without fields that are null; so are
     `tools` and `template_settings`, which the chat template gets besides.
+
+    A row of preferences is that of the chosen answer; `rejected` is that of the other one, behind
+    the same prompt.
     """
 
     where: str
@@ -133,6 +141,8 @@ class DatasetRow:
     answer: str = ""
     unread: tuple[str, ...] = ()  # fields that do not count
     pruned: bool = False  # whether nulls of other rows' keys were left out
+    prompt_turns: int = 0  # that many turns are the prompt, and all others are learnt; 0: see roles
+    rejected: DatasetRow | None = None
 
 
 def row_of(
@@ -150,7 +160,7 @@ def row_of(
     """
     found = _renamed(record.fields(), columns or {}, record.where)
     fields = {k: without_nulls(v) for k, v in found.items()} if record.of_table else found
-    if MARKS[form] not in fields:
+    if MARKS[form] not in fields and not (form == "preference" and _OPENAIS in fields):
         _refuse_other_format(fields, record.where, form)
     row = _PARSERS[form](fields, record.where)
     unread = tuple(k for k in fields.keys() - READ[form] if fields[k] is not None)
@@ -176,6 +186,10 @@ def _renamed(found: Fields, columns: Mapping[str, str], where: str) -> Fields:
     taken = {*own.values(), *columns}
     kept = {name: value for name, value in found.items() if name not in taken}
     return {**kept, **{name: found[column] for name, column in own.items()}}
+
+
+# By which rows of preferences are told that are written as OpenAI's API has them.
+_OPENAIS = "preferred_output"
 
 
 def _refuse_other_format(fields: Fields, where: str, form: str) -> None:
@@ -329,6 +343,100 @@ def _plain(fields: Fields, where: str) -> DatasetRow:
     return DatasetRow(where, answer=_text(fields, "text", where))
 
 
+def _preference(fields: Fields, where: str) -> DatasetRow:
+    """Return a prompt with two answers: texts, or turns of a conversation.
+
+    As TRL reads them: without a prompt, it is what both answers begin with.
+    """
+    if _OPENAIS in fields:
+        fields = _of_openai(fields, where)
+    chosen, rejected = fields.get("chosen"), fields.get("rejected")
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        return _two_conversations(fields, chosen, rejected, where)
+    answers = [_text(fields, name, where) for name in ("chosen", "rejected")]
+    prompt = fields.get("prompt")
+    if prompt is None:
+        prompt = _common_text(*answers)
+        answers = [answer.removeprefix(prompt) for answer in answers]
+    elif not isinstance(prompt, str):
+        raise bad_row(
+            where,
+            "`prompt` is not text, and `chosen` and `rejected` are",
+            "Write all three as text, or all three as lists of turns.",
+        )
+    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+        if not answer.strip():
+            raise bad_row(
+                where,
+                f"`{name}` has nothing behind the prompt that both answers begin with",
+                "Write the prompt into a field of its own, `prompt`, or drop the row.",
+            )
+    other = DatasetRow(where, prompt=prompt, answer=answers[1])
+    return DatasetRow(where, prompt=prompt, answer=answers[0], rejected=other)
+
+
+def _of_openai(fields: Fields, where: str) -> Fields:
+    """Return a row of OpenAI's API under the names that are used here."""
+    given = fields.get("input")
+    if not isinstance(given, dict) or not isinstance(given.get("messages"), list):
+        raise bad_row(
+            where,
+            "`input` has no `messages`",
+            "Write {'input': {'messages': [...]}, 'preferred_output': [...], "
+            "'non_preferred_output': [...]}.",
+        )
+    chosen, rejected = fields[_OPENAIS], fields.get("non_preferred_output")
+    for name, answer in ((_OPENAIS, chosen), ("non_preferred_output", rejected)):
+        if not isinstance(answer, list):
+            raise bad_row(where, f"`{name}` is not a list of turns", "Write the turns of one.")
+    settings = {
+        key: fields[key] for key in ("chat_template_kwargs",) if fields.get(key) is not None
+    }
+    prompt, tools = given["messages"], given.get("tools")
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": tools, **settings}
+
+
+def _two_conversations(
+    fields: Fields, chosen: list[Any], rejected: list[Any], where: str
+) -> DatasetRow:
+    prompt = fields.get("prompt")
+    if not isinstance(prompt, list):
+        if not isinstance(prompt, str | None):
+            raise bad_row(where, "`prompt` is not a list of turns", "Write one, or leave it out.")
+        # A text beside two whole conversations says what their first turn says.
+        alike = [one == other for one, other in zip(chosen, rejected, strict=False)]
+        begun = alike.index(False) if False in alike else len(alike)
+        prompt, chosen, rejected = chosen[:begun], chosen[begun:], rejected[begun:]
+    if not prompt:
+        raise bad_row(
+            where,
+            "has no prompt: `chosen` and `rejected` begin with different turns",
+            "Write its turns in `prompt`.",
+        )
+    rows = []
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        turns = [*prompt, *answer]
+        row = _conversation(fields, turns, name, where)
+        roles = [turn["role"] for turn in row.turns[len(prompt) - 1 :]]
+        if roles[0] == "assistant" or roles[1:2] != ["assistant"] or roles[-1] != "assistant":
+            raise bad_row(
+                where,
+                f"`{name}` is not an answer to the prompt: its turns are of "
+                f"{', '.join(roles[1:]) or 'nobody'}, behind one of the {roles[0]}",
+                "End the prompt with a turn of the user; begin and end both answers with turns of "
+                "the assistant.",
+            )
+        rows.append(replace(row, prompt_turns=len(prompt)))
+    return replace(rows[0], rejected=rows[1])
+
+
+def _common_text(one: str, other: str) -> str:
+    """Return what two texts begin with; a blank before the first difference belongs to them."""
+    pairs = enumerate(zip(one, other, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return one[: at - 1 if one[at - 1 : at] == " " else at]
+
+
 def _text(fields: Fields, name: str, where: str, *, blank: bool = False) -> str:
     """Return a field's text; `blank`: it may consist of blanks, as a part of the row's text."""
     value = fields.get(name)
@@ -347,4 +455,5 @@ _PARSERS: dict[str, Callable[[Fields, str], DatasetRow]] = {
     "instruction": _instruction,
     "completion": _completion,
     "text": _plain,
+    "preference": _preference,
 }

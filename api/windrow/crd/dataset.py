@@ -46,12 +46,13 @@ class DatasetSpec(Record):
         "their suffix. A path, s3://bucket/key, http(s)://..., or the name of a dataset on the Hub "
         "(owner/name, hf://datasets/owner/name@revision/folder)."
     )
-    format: Literal["chat", "sharegpt", "instruction", "completion", "text"] = Field(
+    format: Literal["chat", "sharegpt", "instruction", "completion", "text", "preference"] = Field(
         default="chat",
         description="chat: rows with `messages`; sharegpt: rows with `conversations` of turns with "
         "`from` and `value`; instruction: rows with `instruction`, optional "
         "`input`, and `output` (alpaca); completion: rows with `prompt` and `completion`; text: "
-        "rows with `text`.",
+        "rows with `text`; preference: rows with `prompt`, `chosen` and `rejected`, as text or as "
+        "turns (for training.method dpo).",
     )
     columns: dict[str, Column] = Field(
         default_factory=dict,

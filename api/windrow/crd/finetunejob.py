@@ -182,6 +182,11 @@ class FinetuneJobSpec(Record):
             "x-kubernetes-validations": [
                 *_SERVABLE,
                 cel(
+                    "(has(self.dataset.format) && self.dataset.format == 'preference') == "
+                    "(has(self.training.method) && self.training.method == 'dpo')",
+                    "training.method dpo and dataset.format preference go together",
+                ),
+                cel(
                     "!has(self.checkpoint) || !has(self.checkpoint.resumeFrom) || "
                     "!self.checkpoint.resumeFrom.startsWith('s3://') || "
                     "self.output.destination.startsWith('s3://')",
@@ -241,6 +246,23 @@ class FinetuneJobSpec(Record):
         le=2**31 - 1,
         description="Seconds after which a finished job is deleted. Its adapter stays.",
     )
+
+    @model_validator(mode="after")
+    def _rows_of_the_method(self) -> Self:
+        form, method = self.dataset.format, self.training.method
+        if (form == "preference") != (method == "dpo"):
+            raise invalid(
+                f"training.method {method} does not learn from rows of the format {form}",
+                "Write dataset.format: preference with training.method: dpo, or neither.",
+            )
+        lora = self.adapter.lora
+        if method == "dpo" and lora is not None and lora.bias != "none":
+            raise invalid(
+                "adapter.lora.bias: trained biases stay when the adapter is off, and dpo compares "
+                "with the base model",
+                "Write none.",
+            )
+        return self
 
     @model_validator(mode="after")
     def _rows_to_evaluate_on(self) -> Self:

@@ -35,6 +35,20 @@ class EarlyStopSpec(Record):
     min_delta: NotNegative = Field(default=0.0, description="By how much a loss has to be lower.")
 
 
+class DpoSpec(Record):
+    """Settings of direct preference optimization."""
+
+    beta: Positive = Field(
+        default=0.1, description="Weight of the distance from the base model: higher stays nearer."
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        le=0.5,
+        description="Share of the pairs whose preference may be the wrong way round.",
+    )
+
+
 class TrainingSpec(Record):
     """Settings of the training."""
 
@@ -53,10 +67,25 @@ class TrainingSpec(Record):
                     "!has(self.microBatchSize) || self.microBatchSize <= self.batchSize",
                     "microBatchSize may not be above batchSize",
                 ),
+                cel(
+                    "!has(self.dpo) || (has(self.method) && self.method == 'dpo')",
+                    "dpo is of method dpo alone",
+                ),
+                cel(
+                    "!has(self.method) || self.method != 'dpo' || !has(self.loss) || "
+                    "self.loss == 'completion'",
+                    "method dpo compares answers: loss has to be completion",
+                ),
             ]
         }
     )
 
+    method: Literal["sft", "dpo"] = Field(
+        default="sft",
+        description="sft: learn the rows; dpo: prefer the chosen answer of each row to the "
+        "rejected one, by TRL's sigmoid loss with the base model as the reference.",
+    )
+    dpo: DpoSpec | None = Field(default=None, description="Settings of method dpo.")
     epochs: int | None = Field(
         default=None, ge=1, le=100_000, description="Passes over the rows. Or maxSteps."
     )
@@ -127,6 +156,21 @@ class TrainingSpec(Record):
                 f"exactly one of epochs and maxSteps is wanted, {found}",
                 "Keep one of the two.",
             )
+        return self
+
+    @property
+    def preferences(self) -> DpoSpec | None:
+        """Settings by which answers are preferred; None: the method is another one."""
+        return (self.dpo or DpoSpec()) if self.method == "dpo" else None
+
+    @model_validator(mode="after")
+    def _of_the_method(self) -> Self:
+        if self.dpo is not None and self.method != "dpo":
+            raise invalid(
+                f"dpo has settings, and method is {self.method}", "Write method: dpo, or drop dpo."
+            )
+        if self.method == "dpo" and self.loss != "completion":
+            raise invalid("method dpo compares answers", "Write loss: completion.")
         return self
 
     @model_validator(mode="after")

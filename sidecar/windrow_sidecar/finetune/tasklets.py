@@ -142,9 +142,16 @@ def optimizer_tasklet(step: int) -> Tasklet:
     return Tasklet(step, Phase.OPTIMIZER, 0, 0, TokenWindow(0, 0), None)
 
 
-def by_length(rows: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
-    """Order rows so that neighbours pad each other little: longest first, then by number."""
-    return tuple(sorted(rows, key=lambda row: (-lengths[row], row)))
+def by_length(rows: Sequence[int], lengths: Sequence[int], together: int = 1) -> tuple[int, ...]:
+    """Order rows so that neighbours pad each other little: longest first, then by number.
+
+    `together`: so many neighbours of `rows` stay as they are, and go by their longest.
+    """
+    if together == 1:
+        return tuple(sorted(rows, key=lambda row: (-lengths[row], row)))
+    sets = [tuple(rows[i : i + together]) for i in range(0, len(rows), together)]
+    sets.sort(key=lambda rows: (-max(lengths[row] for row in rows), rows))
+    return tuple(row for rows in sets for row in rows)
 
 
 def next_micro_batch(
@@ -156,16 +163,18 @@ def next_micro_batch(
     max_rows: int = 0,
     evaluation: bool = False,
     packed: bool = False,
+    together: int = 1,
 ) -> MicroBatch:
     """Take the next micro-batch from the front of `rows` (ordered by `by_length`, not empty).
 
     As many rows as fit into `max_tokens` with their padding and into `max_rows` (0: no bound), but
-    at least one.
+    at least one; of rows that stay `together`, at least so many, and a multiple of it.
     """
-    count = max_tokens // lengths[rows[0]]
+    count = max_tokens // max(lengths[row] for row in rows[:together])
     if packed:
         count = sum(total <= max_tokens for total in accumulate(lengths[row] for row in rows))
-    count = max(1, min(count, max_rows or count))
+    count = min(count, max_rows or count)
+    count = max(together, count - count % together)
     taken = tuple(rows[:count])
     return MicroBatch(step, taken, tuple(lengths[row] for row in taken), evaluation, packed)
 

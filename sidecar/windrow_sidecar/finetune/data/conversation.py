@@ -81,6 +81,8 @@ class Conversations:
                 reason=Reason.DATASET_INVALID,
             )
         self._note_unread(row)
+        if row.prompt_turns:
+            return self._behind_prompt(row)
         if self._learn_all:
             text = self._text(row, row.turns)
             return Rendered(text, ((0, len(text)),), special=False)
@@ -90,6 +92,20 @@ class Conversations:
         if _MARK.search(template):
             return self._marked(row, turns, template)
         return self._told_apart(row, turns)
+
+    def _behind_prompt(self, row: DatasetRow) -> Rendered:
+        """Learn all that follows the prompt of a row, as TRL does of a preferred answer."""
+        prompt = self._text(row, row.turns[: row.prompt_turns], prompt=True)
+        whole = self._text(row, row.turns)
+        if not whole.startswith(prompt):
+            raise bad_row(
+                row.where,
+                "the model's chat template writes an answer otherwise than it asks for it"
+                f"{_difference(prompt, whole)}",
+                "Set what the template needs for it in the row's `chat_template_kwargs`, or render "
+                "prompt and answers yourself and write them as text.",
+            )
+        return Rendered(whole, ((len(prompt), len(whole)),), special=False)
 
     def _note_unread(self, row: DatasetRow) -> None:
         """Count fields that change nothing in the text: the template knows no such field."""

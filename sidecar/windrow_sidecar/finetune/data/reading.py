@@ -18,7 +18,7 @@ from windrow_sidecar.finetune.data.places import find_files
 from windrow_sidecar.finetune.data.records import read_records
 from windrow_sidecar.finetune.data.remote import Credentials
 from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
-from windrow_sidecar.finetune.data.split import DataSplit, Example, held_out_rows
+from windrow_sidecar.finetune.data.split import PAIR, DataSplit, Example, examples_of, held_out_rows
 from windrow_sidecar.finetune.data.store import StoredRows, TokenFile
 from windrow_sidecar.finetune.data.tokens import RowTokenizer, rows_are
 
@@ -109,6 +109,7 @@ def read_dataset(
     stored = TokenFile() if into is None else into
     rows = _Rows(spec, tokenizer, limits, stored, alive, credentials, access)
     rows.read(spec.source)
+    together = PAIR if spec.format == "preference" else 1
     trained = len(stored)
     if not trained:
         rows.wrong.settle()
@@ -123,7 +124,8 @@ def read_dataset(
             raise _empty("evalSource", redacted(spec.eval_source), wrong, rows.wrong.first)
     rows.wrong.settle()
     if spec.eval_source is None:
-        held = held_out_rows(trained, eval_fraction=spec.eval_fraction, seed=seed)
+        drawn = held_out_rows(trained // together, eval_fraction=spec.eval_fraction, seed=seed)
+        held = frozenset(examples_of(drawn, together))
     else:
         held = frozenset(range(trained, len(stored)))
     notes = (*rows.notes, *rows.wrong.notes(), *tokenizer.notes())
@@ -141,6 +143,7 @@ def read_dataset(
         notes,
         digest,
         tokenizer.unlike_before,
+        together,
     )
 
 
@@ -176,12 +179,14 @@ class _Rows:
                 holds_any = True
                 try:
                     row = row_of(record, spec.format, spec.columns)
-                    example = self._tokenizer.example(row)
+                    examples = self._tokenizer.examples(row)
                 except UserError as error:
                     self.wrong.add(error)
                     continue
-                _check_fits(example, self._limits)
-                self._stored.add(example)
+                for example in examples:
+                    _check_fits(example, self._limits)
+                for example in examples:
+                    self._stored.add(example)
                 self.unread.update(row.unread)
             if not holds_any:
                 note(f"{file.name} holds no row")

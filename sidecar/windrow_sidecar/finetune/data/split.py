@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +16,7 @@ from windrow.conditions import Reason
 from windrow.errors import UserError
 
 IGNORED = -100
+PAIR = 2  # examples of a row of preferences: the chosen answer, then the rejected one
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class DataSplit:
         digest: of the tokens and labels of all rows in their order; "" where nobody took it.
         unlike_before: in which way an earlier version made other tokens of these rows; "": it made
             the same.
+        together: so many neighbouring examples are one row: 2 where a row is a pair of answers.
     """
 
     train: Sequence[Example]
@@ -57,6 +59,22 @@ class DataSplit:
     notes: tuple[str, ...] = ()
     digest: str = ""
     unlike_before: str = ""
+    together: int = 1
+
+    @property
+    def train_rows(self) -> int:
+        """Rows to train on."""
+        return len(self.train) // self.together
+
+    @property
+    def held_out_rows(self) -> int:
+        """Rows that are held out."""
+        return len(self.held_out) // self.together
+
+
+def examples_of(rows: Iterable[int], together: int) -> tuple[int, ...]:
+    """Return the numbers of the examples of rows, each of which has so many."""
+    return tuple(row * together + i for row in rows for i in range(together))
 
 
 @dataclass(frozen=True, slots=True)

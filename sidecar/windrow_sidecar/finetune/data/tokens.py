@@ -58,6 +58,21 @@ class RowTokenizer:
         self.cut = 0  # rows so far that were longer than that
         self._longest, self._longest_at = 0, ""
         self._blank, self._first_blank = 0, ""
+        self._equal, self._first_equal = 0, ""
+
+    def examples(self, row: DatasetRow) -> tuple[Example, ...]:
+        """Return the row's tokens; of a row of preferences the chosen answer, then the rejected.
+
+        Raises:
+            UserError: see `example`.
+        """
+        if row.rejected is None:
+            return (self.example(row),)
+        pair = (self.example(row), self.example(row.rejected))
+        if pair[0].ids == pair[1].ids:
+            self._equal += 1
+            self._first_equal = self._first_equal or row.where
+        return pair
 
     def example(self, row: DatasetRow) -> Example:
         """Return the row's tokens.
@@ -100,6 +115,11 @@ class RowTokenizer:
             yield (
                 f"{rows_are(self._blank)} completed by blanks alone (first {self._first_blank}): "
                 "the model learns to say nothing there"
+            )
+        if self._equal:
+            yield (
+                f"{self._equal} pairs have the same tokens in both answers (first "
+                f"{self._first_equal}), from which nothing is learnt"
             )
         if unread := self._conversations.unread.most_common(_NAMED):
             named = ", ".join(f"{name} ({n})" for name, n in unread)

@@ -15,6 +15,7 @@ class RowGrouping:
         limits: of the next group, asked whenever one is formed.
         most_rows: of a micro-batch, by the job's spec; 0: no such bound.
         packed: the rows of a micro-batch stand in one line.
+        together: so many neighbouring rows are in one micro-batch.
 
     Attributes:
         examples: that the row numbers count.
@@ -23,9 +24,15 @@ class RowGrouping:
     """
 
     def __init__(
-        self, limits: Callable[[], MicroLimits], *, most_rows: int = 0, packed: bool = False
+        self,
+        limits: Callable[[], MicroLimits],
+        *,
+        most_rows: int = 0,
+        packed: bool = False,
+        together: int = 1,
     ) -> None:
         self._limits, self._most_rows, self._packed = limits, most_rows, packed
+        self._together = together
         self.examples: Sequence[Example] = ()
         self.lengths: Sequence[int] = ()
         self.longest = 0
@@ -54,7 +61,8 @@ class RowGrouping:
         rows = tuple(rows)
         self._step, self._evaluation = step, evaluation
         self.longest = max((self.lengths[row] for row in rows), default=0)
-        self._left = tuple(row for row in by_length(rows, self.lengths) if row not in done)
+        ordered = by_length(rows, self.lengths, self._together)
+        self._left = tuple(row for row in ordered if row not in done)
 
     def take(self) -> list[MicroBatch]:
         """Take the next group off the rows."""
@@ -84,6 +92,7 @@ class RowGrouping:
                 max_rows=self._most_rows,
                 evaluation=self._evaluation,
                 packed=self._packed,
+                together=self._together,
             )
             left = left[len(micro.rows) :]
             group.append(micro)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from windrow_sidecar.compute.queued import Reading, to_device
 from windrow_sidecar.finetune.adapter.adapters import Adapter
-from windrow_sidecar.finetune.data.split import IGNORED, Example
+from windrow_sidecar.finetune.data.split import IGNORED, PAIR, Example
 from windrow_sidecar.finetune.engine.group_progress import GroupProgress
 from windrow_sidecar.finetune.model.boundaries import Activations, Boundaries, TorchBoundaries
 from windrow_sidecar.finetune.model.coded import weight_elements
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.finetune.model.loss import Head
 from windrow_sidecar.finetune.tasklets import MicroBatch, Tasklet
+from windrow_sidecar.finetune.training.preference import PreferenceLoss
 from windrow_sidecar.qos.view import Phase
 
 _SEED_BITS = (1 << 63) - 1
@@ -40,6 +41,20 @@ class ModelParts:
         return max(weight_elements(module) for module in modules)
 
 
+@dataclass(frozen=True, slots=True)
+class PairsToCompare:
+    """The loss of a group whose rows are pairs of answers.
+
+    Attributes:
+        loss: of the pairs.
+        references: the base model's log-probability of some rows, float64 [rows]; None: the base
+            itself runs.
+    """
+
+    loss: PreferenceLoss
+    references: Callable[[Sequence[int]], Tensor] | None
+
+
 class MicroBatchGroup:
     """The tensors of one group of micro-batches between its first and its last tasklet.
 
@@ -48,10 +63,11 @@ class MicroBatchGroup:
         group: the micro-batches.
         examples: what their rows are.
         boundaries: where activations between layers live.
-        labels_in_batch: by which the loss is divided.
+        labels_in_batch: by which the loss is divided; pairs, where rows are compared.
         seed: of dropout. Each (step, row, token, module) drops on its own account, so that the same
             units are dropped however the work is cut, and again when it runs again.
         longest: tokens of the longest row of the step or evaluation.
+        pairs: set where each two neighbouring rows are the answers of a pair.
     """
 
     def __init__(
@@ -64,6 +80,7 @@ class MicroBatchGroup:
         labels_in_batch: int,
         seed: int,
         longest: int = 0,
+        pairs: PairsToCompare | None = None,
     ) -> None:
         self._parts, self._examples, self._boundaries = parts, examples, boundaries
         self._labels_in_batch, self._seed, self._longest = labels_in_batch, seed, longest
@@ -71,6 +88,8 @@ class MicroBatchGroup:
         self._targets: dict[MicroBatch, Tensor] = {}  # on the host
         self.progress = GroupProgress(group, parts.stack.depth)
         self._loss_read, self._losses = 0.0, deque[Reading]()
+        self._pairs = pairs
+        self._row_losses: dict[MicroBatch, Tensor] = {}  # of pairs: float64 [rows]
 
     @property
     def group(self) -> tuple[MicroBatch, ...]:
@@ -84,10 +103,18 @@ class MicroBatchGroup:
 
     @property
     def loss(self) -> float:
-        """Sum over the labels so far; waits until the device has computed it."""
+        """Sum over the labels, or pairs, so far; waits until the device has computed it."""
         while self._losses:
             self._loss_read += self._losses.popleft().value()
         return self._loss_read
+
+    def log_probabilities(self) -> dict[int, float]:
+        """Return those of answers whose loss is known, by row; waits for the device."""
+        return {
+            row: -loss
+            for micro, losses in self._row_losses.items()
+            for row, loss in zip(micro.rows, losses.tolist(), strict=True)
+        }
 
     @property
     def loss_is_here(self) -> bool:
@@ -171,6 +198,9 @@ class MicroBatchGroup:
         part_of_row = (slice(None), slice(window.begin, window.end))
         hidden = hidden.detach()[part_of_row].to(at.ids.device)
         targets = self._targets[micro][part_of_row]
+        if self._pairs is not None:
+            self._compare(self._pairs, part, micro, hidden)
+            return
         if micro.evaluation:
             self._losses.append(Reading(self._parts.head.loss(hidden, targets)))
             return
@@ -189,6 +219,48 @@ class MicroBatchGroup:
         if at.gradient is None:
             at.gradient = gradient.new_empty(*at.ids.shape, gradient.shape[-1])
         at.gradient[part_of_row] = gradient
+
+    def _compare(
+        self, pairs: PairsToCompare, part: Tasklet, micro: MicroBatch, hidden: Tensor
+    ) -> None:
+        """Take the losses of answers in a window; with the last one the pairs' own are known.
+
+        The gradient is that of the answers' sum until then: each answer's share in its pair's loss
+        depends on all tokens of both.
+        """
+        at, window, adapter = self._at[micro], part.window, self._parts.adapter
+        part_of_row = (slice(None), slice(window.begin, window.end))
+        row_of, learn = _row_of(micro), not micro.evaluation
+        self._seed_dropout(part, micro)
+        losses, gradient = self._parts.head.row_losses(
+            hidden,
+            self._targets[micro][part_of_row],
+            row_of[part_of_row],
+            len(micro.rows),
+            learn=learn,
+            dropout=adapter.dropout if learn and adapter.drops else None,
+        )
+        if micro in self._row_losses:
+            losses = self._row_losses[micro] + losses
+        if gradient is not None and window == micro.whole:
+            at.gradient = gradient
+        elif gradient is not None:
+            if at.gradient is None:
+                at.gradient = gradient.new_empty(*at.ids.shape, gradient.shape[-1])
+            at.gradient[part_of_row] = gradient
+        if window.end == micro.width:
+            tuned = -losses.view(-1, PAIR)
+            reference = tuned
+            if pairs.references is not None:
+                known = to_device(pairs.references(micro.rows), tuned.device)
+                reference = known.view(-1, PAIR)
+            if at.gradient is not None:
+                shares = -pairs.loss.slopes(tuned, reference).flatten() / self._labels_in_batch
+                wide = torch.promote_types(at.gradient.dtype, torch.float32)
+                of_tokens = shares.to(wide)[to_device(row_of, shares.device)]
+                at.gradient.mul_(of_tokens[..., None])
+            self._losses.append(Reading(pairs.loss.losses(tuned, reference).sum()))
+        self._row_losses[micro] = losses
 
     def _backward(self, part: Tasklet, micro: MicroBatch) -> None:
         self._seed_dropout(part, micro)  # for what runs its forward a second time
@@ -248,6 +320,14 @@ def _whole_or_nothing(learns: Sequence[nn.Parameter]) -> Iterator[None]:
             to.append(gradient)
     if added:  # in one call: a GPU is queued fourteen of them otherwise
         torch._foreach_add_(added, to)
+
+
+def _row_of(micro: MicroBatch) -> Tensor:
+    """Return to which row of a micro-batch each token belongs: [lines, width], int64."""
+    rows = torch.arange(len(micro.rows))
+    if micro.packed:
+        return rows.repeat_interleave(torch.tensor(micro.lengths))[None]
+    return rows[:, None].expand(-1, micro.width)
 
 
 def _lengths(micro: MicroBatch) -> tuple[int, ...]:

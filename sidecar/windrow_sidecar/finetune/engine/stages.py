@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from windrow_sidecar.finetune.adapter.adapters import Adapter
-from windrow_sidecar.finetune.data.split import BatchPlan, DataSplit
+from windrow_sidecar.finetune.data.split import PAIR, BatchPlan, DataSplit, Example, examples_of
 from windrow_sidecar.finetune.engine.grouping import RowGrouping
 from windrow_sidecar.finetune.training.checkpoint import Position
 from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
 from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, StepMetrics
+from windrow_sidecar.finetune.training.preference import References
 
 
 class JobStage(Enum):
     """The stage that a job is in."""
 
     BASE_EVALUATION = "base"
+    REFERENCE = "reference"  # the base's log-probabilities of the answers that come next
     TRAINING = "training"
     HELD_OUT_EVALUATION = "held-out"  # between two steps
     TUNED_EVALUATION = "tuned"
@@ -34,7 +36,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDone:
-    """Mean loss per label on the held-out rows."""
+    """Mean loss per label, or pair, on the held-out rows."""
 
     stage: JobStage
     loss: float
@@ -53,13 +55,14 @@ class JobStages:
         total_steps: of the job.
         rows: those of the stage are put here.
         policy: when the adapter is judged, and when that ends the job.
+        references: of the answers, where rows are pairs of them; None: they are learnt.
 
     Attributes:
         total_steps: of the job.
         rows: of the stage, those that no group has taken yet.
         stage: which part of the job comes next.
         position: up to the last committed group.
-        labels_in_batch: of the step's rows, done ones included.
+        labels_in_batch: of the step's rows, done ones included; pairs, where rows are compared.
     """
 
     def __init__(
@@ -72,9 +75,11 @@ class JobStages:
         total_steps: int,
         rows: RowGrouping,
         policy: EvaluationPolicy,
+        references: References | None = None,
     ) -> None:
         self._adapter, self._optimizer = adapter, optimizer
         self._split, self._plan, self._policy = split, plan, policy
+        self._references = references
         self.total_steps, self.rows = total_steps, rows
         self.labels_in_batch = 0
         self._evaluated = (0.0, 0)  # loss sum, labels
@@ -84,6 +89,16 @@ class JobStages:
     def trains(self) -> bool:
         """True where the rows are trained on; else they are evaluated, and nothing is kept."""
         return self.stage is JobStage.TRAINING
+
+    @property
+    def part(self) -> str:
+        """Part of the rows that the stage's row numbers count, as `References` names it."""
+        return "train" if self.rows.examples is self._split.train else "held_out"
+
+    @property
+    def compares(self) -> bool:
+        """True where the adapter is on, so that its answers can be compared with the base's."""
+        return self.stage not in (JobStage.BASE_EVALUATION, JobStage.REFERENCE)
 
     @property
     def told(self) -> str:
@@ -98,15 +113,29 @@ class JobStages:
         else:
             self._enter(self._training_or_after())
 
-    def commit(self, rows: Sequence[int], loss: float) -> EvaluationDone | None:
-        """Note that a group is through; `loss`: the sum over its labels."""
+    def commit(
+        self, rows: Sequence[int], loss: float, scores: Mapping[int, float] | None = None
+    ) -> EvaluationDone | None:
+        """Note that a group is through.
+
+        Args:
+            rows: of the group.
+            loss: the sum over its labels or pairs.
+            scores: the base's log-probabilities of the rows, where it ran on pairs.
+        """
         at = self.position
+        if self._references is not None and scores and not self.compares:
+            self._references.note(self.part, scores)
+        if self.stage is JobStage.REFERENCE:
+            if self.rows.is_empty:
+                self._enter(self._training_or_after())
+            return None
         if self.trains:
             self._optimizer.commit()
             committed = (*at.committed_rows, *rows)
             self.position = replace(at, committed_rows=committed, loss_sum=at.loss_sum + loss)
             return None
-        labels = sum(self.rows.examples[row].targets for row in rows)
+        labels = self._weight(self.rows.examples, rows)
         self._evaluated = (self._evaluated[0] + loss, self._evaluated[1] + labels)
         return self._end_evaluation() if self.rows.is_empty else None
 
@@ -125,7 +154,8 @@ class JobStages:
             base_eval_loss=at.base_eval_loss,
             judged=at.judged,
         )
-        if (stage := self._training_or_after()) is JobStage.TRAINING:
+        stage = self._training_or_after()
+        if stage is JobStage.TRAINING and not self._unknown(stage):
             self._begin_step()
         else:
             self._enter(stage)
@@ -141,7 +171,13 @@ class JobStages:
         return JobStage.TUNED_EVALUATION if self._split.held_out else JobStage.FINISHED
 
     def _enter(self, stage: JobStage) -> None:
-        self.stage = stage
+        unknown = self._unknown(stage)
+        self.stage = JobStage.REFERENCE if unknown else stage
+        if unknown:
+            self._adapter.switch(on=False, training=False)
+            of = self._split.train if stage is JobStage.TRAINING else self._split.held_out
+            self.rows.begin(self.position.step, of, unknown, evaluation=True)
+            return
         if stage is JobStage.TUNED_EVALUATION and self._policy.patience:
             self._optimizer.return_to_best()
         self._adapter.switch(on=stage is not JobStage.BASE_EVALUATION, training=self.trains)
@@ -152,11 +188,27 @@ class JobStages:
         self._evaluated = (0.0, 0)
         self.rows.begin(self.position.step, held_out, range(len(held_out)), evaluation=True)
 
+    def _unknown(self, stage: JobStage) -> tuple[int, ...]:
+        """Return examples of a stage whose reference has to be computed before it."""
+        if self._references is None or stage in (JobStage.BASE_EVALUATION, JobStage.FINISHED):
+            return ()
+        if stage is JobStage.TRAINING:
+            return self._references.unknown("train", self._examples_of_step())
+        return self._references.unknown("held_out", range(len(self._split.held_out)))
+
+    def _examples_of_step(self) -> tuple[int, ...]:
+        return examples_of(self._plan.rows_of(self.position.step), self._split.together)
+
+    def _weight(self, examples: Sequence[Example], rows: Sequence[int]) -> int:
+        """Return by what the loss of some rows is divided: their labels, or pairs."""
+        if self._references is not None:
+            return len(rows) // PAIR
+        return sum(examples[row].targets for row in rows)
+
     def _begin_step(self) -> None:
-        at = self.position
-        rows = self._plan.rows_of(at.step)
+        at, rows = self.position, self._examples_of_step()
         self.rows.begin(at.step, self._split.train, rows, done=set(at.committed_rows))
-        self.labels_in_batch = sum(self._split.train[row].targets for row in rows)
+        self.labels_in_batch = self._weight(self._split.train, rows)
 
     def _end_evaluation(self) -> EvaluationDone:
         done = EvaluationDone(self.stage, self._evaluated[0] / self._evaluated[1])

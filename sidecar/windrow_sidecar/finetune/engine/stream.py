@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,11 @@ from torch import Tensor
 from windrow_sidecar.finetune.data.split import BatchPlan, DataSplit
 from windrow_sidecar.finetune.engine.group_progress import GroupProgress
 from windrow_sidecar.finetune.engine.grouping import RowGrouping
-from windrow_sidecar.finetune.engine.micro_batch_group import MicroBatchGroup, ModelParts
+from windrow_sidecar.finetune.engine.micro_batch_group import (
+    MicroBatchGroup,
+    ModelParts,
+    PairsToCompare,
+)
 from windrow_sidecar.finetune.engine.orders import Lookahead, Order, layer_major, listing
 from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
 from windrow_sidecar.finetune.engine.stages import JobStage, JobStages, Outcome
@@ -31,6 +36,7 @@ from windrow_sidecar.finetune.tasklets import (
 from windrow_sidecar.finetune.training.checkpoint import Position
 from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
 from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, NotFinite
+from windrow_sidecar.finetune.training.preference import PreferenceLoss, References
 from windrow_sidecar.finetune.training.snapshot import TensorSnapshot
 from windrow_sidecar.qos.view import Phase
 
@@ -50,6 +56,7 @@ class TaskletStream:
         order: of the tasklets of a group.
         evaluation_policy: how rows stand together, and when the adapter is judged.
         keep_for: called with the padded tokens of each group to be trained on, before it begins.
+        preference: the loss of pairs, where each two neighbouring examples are one.
 
     Attributes:
         parts: the model's.
@@ -70,17 +77,27 @@ class TaskletStream:
         order: Order = layer_major,
         evaluation_policy: EvaluationPolicy | None = None,
         keep_for: Callable[[int], None] = lambda tokens: None,
+        preference: PreferenceLoss | None = None,
     ) -> None:
         self.parts, self._optimizer, self._keep_for = parts, optimizer, keep_for
         self._boundaries, self._seed = boundaries, seed
         self._sizing, self._order = sizing, order
         policy = evaluation_policy or EvaluationPolicy()
-        self._rows = RowGrouping(limits, most_rows=policy.max_rows, packed=policy.packed)
+        self._rows = RowGrouping(
+            limits,
+            most_rows=policy.max_rows * rows.together,
+            packed=policy.packed,
+            together=rows.together,
+        )
+        self._preference, self._references = preference, None
+        if preference is not None:
+            self._references = References(len(rows.train), len(rows.held_out))
         self._stages = JobStages(
             *(parts.adapter, optimizer, rows, plan),
             total_steps=total_steps,
             rows=self._rows,
             policy=policy,
+            references=self._references,
         )
         self._tokens_seen = 0
         self._batch_group: MicroBatchGroup | None = None
@@ -190,7 +207,9 @@ class TaskletStream:
         if not done:
             return None
         through, self._batch_group = self._batch_group, None
-        return self._stages.commit(through.rows, through.loss)
+        # Of the base alone: reading them waits for the device.
+        scores = {} if self._stages.compares else through.log_probabilities()
+        return self._stages.commit(through.rows, through.loss, scores)
 
     def _check_loss(self, batch_group: MicroBatchGroup, step: int) -> None:
         if math.isfinite(batch_group.loss):
@@ -267,11 +286,14 @@ class TaskletStream:
 
         Each [...] in its own shape, not copied: the next optimizer step changes them.
         """
-        return self._optimizer.tensors()
+        return self._optimizer.tensors() | self._kept()
 
     def snapshot(self) -> TensorSnapshot:
         """The same, to be copied while the stream goes on."""
-        return self._optimizer.snapshot()
+        return self._optimizer.snapshot(self._kept())
+
+    def _kept(self) -> dict[str, Tensor]:
+        return self._references.tensors() if self._references is not None else {}
 
     def restore(self, position: Position, tensors: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint: `tensors` [...] are what the method returned; copied.
@@ -280,6 +302,8 @@ class TaskletStream:
             KeyError, RuntimeError: they belong to another adapter.
         """
         self._optimizer.load(tensors)
+        if self._references is not None:
+            self._references.load(tensors)
         self._batch_group = None
         self._stages.restore(position)
 
@@ -296,4 +320,11 @@ class TaskletStream:
             labels_in_batch=self._stages.labels_in_batch if trains else 0,
             seed=self._seed,
             longest=self._rows.longest,
+            pairs=self._pairs(),
         )
+
+    def _pairs(self) -> PairsToCompare | None:
+        if self._preference is None or self._references is None:
+            return None
+        references = partial(self._references.of, self._stages.part)
+        return PairsToCompare(self._preference, references if self._stages.compares else None)

@@ -50,6 +50,7 @@ from windrow_sidecar.finetune.tasklets import MicroLimits
 from windrow_sidecar.finetune.training.checkpoint_origin import Origin
 from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
 from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, Schedule
+from windrow_sidecar.finetune.training.preference import PreferenceLoss
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class TrainingSession:
     job: JobSpec
     model: Any  # peft
     stream: TaskletStream
-    longest_row: int  # tokens
+    longest_row: int  # tokens, of both answers where a row is a pair
     shared_weights: bool
     origin: Origin
     activation_budget: ActivationBudget
@@ -252,8 +253,8 @@ def open_session(
     if training.packing:
         check_packing(stack, prefix=tuned.active_peft_config.is_prompt_learning)
     lengths = lengths_of(rows.train)
-    budget = _activation_budget(job, base, stack, learns, lengths, runtime)
-    plan = BatchPlan(len(rows.train), training.batch_size, training.seed)
+    budget = _activation_budget(job, base, stack, learns, lengths, runtime, rows.together)
+    plan = BatchPlan(rows.train_rows, training.batch_size, training.seed)
     total = plan.total_steps(epochs=training.epochs, max_steps=training.max_steps)
     schedule = Schedule(training.schedule, training.learning_rate, total, training.warmup_ratio)
     stream = TaskletStream(
@@ -269,6 +270,7 @@ def open_session(
         seed=training.seed,
         evaluation_policy=EvaluationPolicy.of(training),
         keep_for=budget.keep_for,
+        preference=PreferenceLoss.of(training),
     )
     if runtime.between is not None:
         between_modules(stack.layers, stack.model.get_output_embeddings(), runtime.between)  # type: ignore[operator]
@@ -281,16 +283,17 @@ def open_session(
         unlike_before=rows.unlike_before,
     )
     positions = ModelLimits.of(base.config).positions
-    notes = (*base.notes, *rows.notes, *without_effect(spec, len(rows.train), total, positions))
+    notes = (*base.notes, *rows.notes, *without_effect(spec, rows.train_rows, total, positions))
+    longest = max(lengths) * rows.together
     return TrainingSession(
-        job, tuned, stream, max(lengths), base.shared, origin, budget, runtime.device, rows, notes
+        job, tuned, stream, longest, base.shared, origin, budget, runtime.device, rows, notes
     )
 
 
 def _template_of(job: JobSpec, base: BaseModel) -> str:
     """Return a digest of the chat template that the job's rows are rendered with; "": none."""
     template = getattr(base.tokenizer, "chat_template", None)
-    if job.spec.dataset.format not in ("chat", "sharegpt") or not template:
+    if job.spec.dataset.format not in ("chat", "sharegpt", "preference") or not template:
         return ""
     return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
 
@@ -302,6 +305,7 @@ def _activation_budget(
     learns: Mapping[str, Tensor],
     lengths: Sequence[int],
     runtime: TaskletRuntime,
+    together: int,
 ) -> ActivationBudget:
     """Let the stack's layers keep what the device has room for."""
     planned = PlannedLayers(stack.layers)
@@ -313,6 +317,7 @@ def _activation_budget(
         windows=runtime.windows,
         prefix=prefix_tokens(job.spec),
         shortest=min(lengths),
+        together=together,
     )
     return ActivationBudget(
         stack,

@@ -106,6 +106,52 @@ class Head:
         full[at] = gradient
         return total, full
 
+    def row_losses(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        row_of: Tensor,
+        rows: int,
+        *,
+        learn: bool,
+        dropout: DropoutKeys | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (cross-entropy of each row: float64 [rows], d(their sum)/d(hidden)).
+
+        Args:
+            hidden: [lines, tokens, hidden], output of the last layer.
+            targets: [lines, tokens], int64, on the host: what follows each token; -100: ignored.
+            row_of: [lines, tokens], int64, on the host: to which row a token belongs.
+            rows: how many there are.
+            learn: False: there is no gradient.
+            dropout: receives which of the tokens run, where it is set for all of them.
+        """
+        at, labels = _labelled(targets, hidden.device)
+        into = to_device(row_of[targets != IGNORED], hidden.device)
+        picked, places = hidden.detach()[at], at[0] * targets.shape[1] + at[1]
+        gradient = torch.empty_like(picked) if learn else None
+        sums = torch.zeros(rows, dtype=torch.float64, device=hidden.device)
+        for start in range(0, len(picked), self._positions):
+            cut = slice(start, start + self._positions)
+            piece = picked[cut].requires_grad_(learn)
+            with (
+                torch.set_grad_enabled(learn),
+                dropout.only(places[cut]) if dropout else NOTHING,
+            ):
+                losses = functional.cross_entropy(
+                    self._logits(piece), labels[cut], reduction="none"
+                )
+            if gradient is not None:
+                losses.sum().backward()  # type: ignore[no-untyped-call]
+                assert piece.grad is not None
+                gradient[cut] = piece.grad
+            sums.index_add_(0, into[cut], losses.detach().double())
+        if gradient is None:
+            return sums, None
+        full = torch.zeros_like(hidden)
+        full[at] = gradient
+        return sums, full
+
     def _slice(self, rows: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(self._logits(rows), labels, reduction="sum")
 

@@ -41,6 +41,7 @@ class JobMemory:
         windows: whether rows may be cut into windows of tokens, if the model lets them.
         prefix: virtual tokens that stand before each row.
         shortest: tokens of the shortest row.
+        together: so many rows are in one micro-batch at least.
     """
 
     longest: int
@@ -49,6 +50,7 @@ class JobMemory:
     windows: bool = False
     prefix: int = 0
     shortest: int = 1
+    together: int = 1
 
 
 class ActivationBudget:
@@ -79,7 +81,7 @@ class ActivationBudget:
     ) -> None:
         self._planned, self._free_bytes = planned, free_bytes
         self._release_caches = release_caches
-        self._longest, self._least = needs.longest, least
+        self._longest, self._least = needs.longest * needs.together, least
         self._has_prefix = needs.prefix > 0
         planned.bytes_per_token = 0 if least else None
         embedding: Tensor = stack.model.get_input_embeddings().weight  # type: ignore[operator]
@@ -97,7 +99,7 @@ class ActivationBudget:
             # A prefix is there as it was made, in the cache, and as a gradient.
             with_prefix = 1 + 3 * needs.prefix / needs.shortest
             first = replace(first, key_values=with_prefix * kept, key_value_sums=sums)
-        _check(first, needs.longest, free_bytes())
+        _check(first, self._longest, free_bytes())
         # Moments are there after the first step and count as taken; gradients come and go.
         self._memory_model = replace(first, state_bytes=_GRADIENTS * needs.adapter_bytes)
 

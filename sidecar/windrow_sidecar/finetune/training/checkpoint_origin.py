@@ -20,6 +20,7 @@ _SETTINGS = {
     "seed": "spec.training.seed",
     "quantization": "spec.model.quantization",
     "optimizer": "spec.training.optimizer.type",
+    "method": "spec.training.method",
 }
 
 
@@ -57,6 +58,7 @@ class Origin:
     template: str = ""  # digest of the chat template; "": there is none
     reading: int = 0  # by which rules the rows became tokens (`READING`)
     unlike_before: str = ""  # what other rules made of these rows
+    method: str = "sft"  # that checkpoints have which name none
 
     @classmethod
     def of(
@@ -93,6 +95,7 @@ class Origin:
             open_precision=training.precision == "auto",
             quantization=spec.model.quantization,
             optimizer=training.optimizer.type,
+            method=training.method,
             template=template,
             reading=READING,
             unlike_before=unlike_before,

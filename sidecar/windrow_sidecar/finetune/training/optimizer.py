@@ -126,10 +126,13 @@ class AdapterOptimizer:
             held[f"{SUM}/{name}"] = total
         return held | {f"{BEST}/{name}": value for name, value in self._best.items()}
 
-    def snapshot(self) -> TensorSnapshot:
-        """Return `tensors` as they are now; they are copied before they change."""
+    def snapshot(self, beside: Mapping[str, Tensor] | None = None) -> TensorSnapshot:
+        """Return `tensors` as they are now; they are copied before they change.
+
+        `beside`: others of the checkpoint, [...] each, which nobody changes.
+        """
         self._before_change(PARAMETER, STATE, SUM)
-        self._snapshot = TensorSnapshot(self.tensors(), self._spare)
+        self._snapshot = TensorSnapshot(self.tensors() | dict(beside or {}), self._spare)
         return self._snapshot
 
     def _before_change(self, *kinds: str) -> None:
