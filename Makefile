@@ -94,6 +94,11 @@ $(VENV)/.quantized: $(VENV)/.dependencies constraints.txt
 	$(UV) pip install --python $(PY) --target $(VENV)/quantized --no-deps -c constraints.txt bitsandbytes
 	@touch $@
 
+# Beside it as well: its tests compare with TRL in a process of their own, and nothing else needs it.
+$(VENV)/.trl: $(VENV)/.dependencies constraints.txt
+	$(UV) pip install --python $(PY) --target $(VENV)/trl --no-deps -c constraints.txt trl datasets dill multiprocess pandas xxhash
+	@touch $@
+
 # NVIDIA's headers of four releases, for the test that compares ours with them, side by side.
 # Without a registry that has them that test is skipped.
 CUDA_HEADERS := 12.6=nvidia-cuda-runtime-cu12==12.6.* 12.9=nvidia-cuda-runtime-cu12==12.9.* \
@@ -104,7 +109,7 @@ $(VENV)/.cuda-headers: $(VENV)/.dependencies
 	    "$${release#*=}" || { echo "NVIDIA's headers cannot be had: their test is skipped"; exit 0; }; \
 	done; touch $@
 
-test: setup $(VENV)/.quantized $(VENV)/.cuda-headers
+test: setup $(VENV)/.quantized $(VENV)/.trl $(VENV)/.cuda-headers
 ifeq ($(strip $(ARGS)),)
 	$(PY) tools/run_tests.py test $(PASSES)
 else
@@ -221,7 +226,7 @@ figures: setup
 	$(PY) -m benchmarks.harvest --docs docs/comparison.md
 
 constraints:
-	$(UV) pip compile pyproject.toml --extra dev --extra docs --extra quantized --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url -q -o constraints.txt
+	$(UV) pip compile pyproject.toml --extra dev --extra docs --extra quantized --extra trl --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url -q -o constraints.txt
 
 clean:
 	rm -rf build dist $(VENV) .venv-sglang* .pytest_cache .ruff_cache .mypy_cache

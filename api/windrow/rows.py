@@ -160,7 +160,7 @@ def row_of(
     """
     found = _renamed(record.fields(), columns or {}, record.where)
     fields = {k: without_nulls(v) for k, v in found.items()} if record.of_table else found
-    if MARKS[form] not in fields and not (form == "preference" and _OPENAIS in fields):
+    if MARKS[form] not in fields and not (form == "preference" and is_preference(fields)):
         _refuse_other_format(fields, record.where, form)
     row = _PARSERS[form](fields, record.where)
     unread = tuple(k for k in fields.keys() - READ[form] if fields[k] is not None)
@@ -190,6 +190,11 @@ def _renamed(found: Fields, columns: Mapping[str, str], where: str) -> Fields:
 
 # By which rows of preferences are told that are written as OpenAI's API has them.
 _OPENAIS = "preferred_output"
+
+
+def is_preference(fields: Mapping[str, object]) -> bool:
+    """Return whether a row has two answers to compare, by the names of its fields."""
+    return MARKS["preference"] in fields or _OPENAIS in fields
 
 
 def _refuse_other_format(fields: Fields, where: str, form: str) -> None:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from windrow.crd import parse_job_spec
+from windrow.crd import DatasetSpec, parse_job_spec
 from windrow.errors import UserError
 from windrow_sidecar.finetune.adapter.adapters import Adapter, trainable
+from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.data.split import IGNORED, BatchPlan, DataSplit, Example
+from windrow_sidecar.finetune.data.tokens import RowTokenizer
 from windrow_sidecar.finetune.engine.micro_batch_group import ModelParts
 from windrow_sidecar.finetune.engine.orders import interleaved, token_major
 from windrow_sidecar.finetune.engine.sizing import Windows
@@ -27,13 +35,15 @@ from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, Schedu
 from windrow_sidecar.finetune.training.preference import PreferenceLoss
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import Cut, small_spec, tuned_model
-from windrow_sidecar.testing.rounding import apart, in_float64
+from windrow_sidecar.testing.models import save_random_llama
+from windrow_sidecar.testing.rounding import ROUNDING, apart, in_float64
 from windrow_sidecar.testing.tinyjob import bit_equal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAIRS, BATCH, STEPS, SEED, RATE = 6, 3, 4, 17, 1e-2
 LOSS = PreferenceLoss(beta=0.3, label_smoothing=0.1)
+WHOLE = Cut()
 CUTS = {
     "whole batch": Cut(),
     "one pair": Cut(max_tokens=1),
@@ -63,14 +73,19 @@ def tuned():
     return tuned_model(random_model("Llama").double(), small_spec())
 
 
-def stream_of(model, cut: Cut = Cut(), *, held_out: int = 0, steps: int = STEPS, every: int = 0):
+def stream_of(model, cut: Cut = WHOLE, *, held_out: int = 0, steps: int = STEPS, every: int = 0):
     rows = pairs(PAIRS + held_out)
+    split = DataSplit(rows[: 2 * PAIRS], rows[2 * PAIRS :], together=2)
+    return stream_over(model, split, cut, batch=BATCH, steps=steps, every=every, loss=LOSS)
+
+
+def stream_over(model, rows: DataSplit, cut: Cut, *, batch: int, steps: int, every: int, loss):
     stack = DecoderStack(model.get_base_model(), cut.around_layer)
     return TaskletStream(
         ModelParts(stack, Head(stack), Adapter(model)),
         AdapterOptimizer(trainable(model), Schedule("cosine", RATE, steps, 0.0)),
-        DataSplit(rows[: 2 * PAIRS], rows[2 * PAIRS :], together=2),
-        BatchPlan(PAIRS, BATCH, SEED),
+        rows,
+        BatchPlan(rows.train_rows, batch, SEED),
         total_steps=steps,
         boundaries=TorchBoundaries(),
         limits=lambda: MicroLimits(cut.max_tokens, micro_batches=cut.micro_batches),
@@ -78,7 +93,7 @@ def stream_of(model, cut: Cut = Cut(), *, held_out: int = 0, steps: int = STEPS,
         order=cut.order,
         seed=SEED,
         evaluation_policy=EvaluationPolicy(packed=cut.packed, eval_every=every),
-        preference=LOSS,
+        preference=loss,
     )
 
 
@@ -109,7 +124,9 @@ def plain_training(model, steps: int = STEPS) -> tuple[list[float], dict[str, to
                 reference = [log_probability(model, row) for row in both]
             ours = [log_probability(model, row) for row in both]
             margin = LOSS.beta * (ours[0] - ours[1] - reference[0] + reference[1])
-            total = total - 0.9 * functional.logsigmoid(margin) - 0.1 * functional.logsigmoid(-margin)
+            total = (
+                total - 0.9 * functional.logsigmoid(margin) - 0.1 * functional.logsigmoid(-margin)
+            )
         loss = total / len(plan.rows_of(step))
         optimizer.zero_grad()
         loss.backward()
@@ -216,3 +233,94 @@ def test_a_spec_that_cannot_be_honoured_is_refused_by_field(part, changed, said)
     with pytest.raises(UserError) as refused:
         parse_job_spec({**SPEC, part: {**SPEC.get(part, {}), **changed}})
     assert said in str(refused.value)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ASKED = [{"role": "user", "content": "What is the capital of France?"}]
+AS_TEXT = [
+    {"prompt": "Two plus two is ", "chosen": "four.", "rejected": "five, I think."},
+    {"prompt": "The sky is", "chosen": " blue", "rejected": " green"},
+]
+AS_TURNS = [
+    {
+        "prompt": ASKED,
+        "chosen": [{"role": "assistant", "content": "Paris."}],
+        "rejected": [{"role": "assistant", "content": "It may be Lyon."}],
+    },
+    {
+        "prompt": [{"role": "system", "content": "Be short."}, *ASKED],
+        "chosen": [{"role": "assistant", "content": "Paris."}],
+        "rejected": [{"role": "assistant", "content": "The capital is Paris, on the Seine."}],
+    },
+]
+TRL = Path(sys.prefix) / "trl"
+
+
+@pytest.fixture(scope="module")
+def by_trl(tmp_path_factory):
+    """By the form of rows: (rows as we read them, our model, what TRL has written of both)."""
+    if not TRL.is_dir():
+        pytest.skip("TRL is not beside the environment: make test installs it there")
+    model_folder, made = tmp_path_factory.mktemp("model") / "model", {}
+    save_random_llama(model_folder)
+    (model_folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": "<|eos|>",
+                "pad_token": "<|bos|>",
+                "chat_template": TEMPLATE,
+            }
+        )
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    spec = small_spec({"lora": {"rank": 2, "targetModules": "q_proj,v_proj"}})
+    for form, rows in (("text", AS_TEXT), ("turns", AS_TURNS)):
+        folder = tmp_path_factory.mktemp(form)
+        (folder / "model").symlink_to(model_folder)
+        (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        read = read_dataset(
+            DatasetSpec(source=str(folder / "rows.jsonl"), format="preference", eval_fraction=0),
+            RowTokenizer(tokenizer, max_length=500),
+            ModelLimits(264, 1024),
+            seed=1,
+        )
+        with in_float64():  # its table of rotations too
+            base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64)
+        tuned = tuned_model(base.requires_grad_(requires_grad=False), spec)
+        tuned.peft_config["default"].save_pretrained(folder / "adapter")
+        parameters = {n: p.detach().contiguous() for n, p in trainable(tuned).items()}
+        save_file(parameters, folder / "adapter" / "parameters.safetensors")
+        made[form] = (read, tuned, folder)
+    subprocess.run(
+        [
+            *(sys.executable, Path(__file__).with_name("trl_losses.py"), "0.3"),
+            *(folder for _, _, folder in made.values()),
+        ],
+        env={**os.environ, "PYTHONPATH": str(TRL), "HF_HUB_OFFLINE": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return made
+
+
+@pytest.mark.parametrize("form", ["text", "turns"])
+def test_tokens_loss_and_gradients_are_those_of_trl(by_trl, form):
+    rows, tuned, folder = by_trl[form]
+    theirs = json.loads((folder / "trl.json").read_text())
+    ours = [[list(e.ids) for e in rows.train[at : at + 2]] for at in (0, 2)]
+    assert ours == theirs["ids"]
+    with in_float64():
+        stream = stream_over(
+            tuned, rows, Cut(Windows(7)), batch=2, steps=1, every=0, loss=PreferenceLoss(beta=0.3)
+        )
+        run(stream, lambda: stream.before_optimizer)
+        sums = {n: t.clone() for n, t in stream.tensors().items() if n.startswith("sum/")}
+        (done,) = run(stream)
+    assert done.position.loss == pytest.approx(theirs["loss"], rel=ROUNDING)
+    gradients = load_file(folder / "trl.safetensors")
+    assert apart({n.removeprefix("sum/"): t for n, t in sums.items()}, gradients).by_rounding

@@ -452,6 +452,82 @@ def test_a_wrong_row_of_sharegpt_says_what_is_wrong(fields, said):
     assert caught.value.field == "r:7"
 
 
+ASKED = [{"role": "user", "content": "a"}]
+GOOD, BAD = ([{"role": "assistant", "content": said}] for said in ("b", "c"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
+        {"chosen": ASKED + GOOD, "rejected": ASKED + BAD},
+        {"prompt": "a", "chosen": ASKED + GOOD, "rejected": ASKED + BAD},
+        {"input": {"messages": ASKED}, "preferred_output": GOOD, "non_preferred_output": BAD},
+    ],
+)
+def test_two_answers_as_turns_are_read_in_each_form(fields):
+    row = row_of(DatasetRecord("r:1", fields), "preference")
+    chosen = row_of(DatasetRecord("r:1", {"messages": ASKED + GOOD}), "chat")
+    rejected = row_of(DatasetRecord("r:1", {"messages": ASKED + BAD}), "chat")
+    tokenizer = RowTokenizer(tokenizer_of(TEMPLATE), max_length=100)
+    pair = tokenizer.examples(row)
+    assert [e.ids for e in pair] == [tokenizer.example(r).ids for r in (chosen, rejected)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "One ", "chosen": "two", "rejected": "ten"},
+        {"chosen": "One two", "rejected": "One ten"},  # what both begin with, but for the blank
+    ],
+)
+def test_two_answers_as_text_are_read_in_both_forms(fields, tmp_path):
+    pairs = read(write(tmp_path, json.dumps(fields)), "preference")
+    assert texts(pairs) == ["One two", "One ten"]
+    assert (pairs.train_rows, pairs.held_out_rows, pairs.together) == (1, 0, 2)
+    learnt = ["".join(chr(i) for i in e.labels[:-1] if i >= 0) for e in pairs.train]
+    assert [said.strip() for said in learnt] in (["two", "ten"], ["wo", "en"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"prompt": "a", "completion": "b"}, "looks like a row of the format completion"),
+        ({"prompt": "a", "chosen": "b"}, "`rejected` is missing"),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, "`rejected` is blank"),
+        ({"chosen": "ab", "rejected": "abc"}, "`chosen` has nothing behind the prompt"),
+        ({"prompt": ASKED, "chosen": "b", "rejected": "c"}, "`prompt` is not text"),
+        ({"chosen": GOOD, "rejected": BAD}, "has no prompt"),
+        ({"prompt": ASKED, "chosen": ASKED, "rejected": BAD}, "no turn of the assistant"),
+        (
+            {"prompt": ASKED + GOOD, "chosen": GOOD, "rejected": BAD},
+            "behind one of the assistant",
+        ),
+        ({"prompt": ASKED, "chosen": GOOD + ASKED, "rejected": BAD}, "`chosen` is not an answer"),
+        ({"prompt": ASKED, "chosen": ["b"], "rejected": BAD}, r"chosen\[1\] has no known `role`"),
+        ({"preferred_output": GOOD}, "`input` has no `messages`"),
+    ],
+)
+def test_a_wrong_row_of_preferences_says_what_is_wrong(fields, said):
+    with pytest.raises(UserError, match=said) as caught:
+        row_of(DatasetRecord("r:7", fields), "preference")
+    assert caught.value.field == "r:7"
+
+
+def test_rows_of_preferences_are_held_out_in_pairs_and_equal_ones_are_reported(tmp_path):
+    rows = [{"prompt": "q", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(6)]
+    rows.append({"prompt": "q", "chosen": "same", "rejected": "same"})
+    spec = DatasetSpec(
+        source=write(tmp_path, *map(json.dumps, rows)), format="preference", eval_fraction=0.3
+    )
+    tokenizer = RowTokenizer(tokenizer_of(TEMPLATE), max_length=100)
+    found = read_dataset(spec, tokenizer, ROOMY, seed=1)
+    assert (found.train_rows, found.held_out_rows) == (5, 2)
+    places = [e.where for e in (*found.train, *found.held_out)]
+    assert places[::2] == places[1::2]
+    assert any("1 pairs have the same tokens in both answers" in note for note in found.notes)
+
+
 def test_fields_of_other_names_are_read_by_columns(tmp_path):
     rows = [{"question": "a", "answer": "b", "prompt": "ignored"}, {"question": "c"}]
     columns = {"prompt": "question", "completion": "answer"}

@@ -107,6 +107,39 @@ def say(held, body, *facts, **status):
     body["status"] = {**(body.get("status") or {}), "conditions": conditions, **status}
 
 
+def test_preferences_are_learnt_by_dpo(held, blue):
+    answers = {
+        f"{name}_output": [{"role": "assistant", "content": said}]
+        for name, said in (("preferred", "Paris."), ("non_preferred", "Lyon, maybe."))
+    }
+    row = {"input": {"messages": [{"role": "user", "content": "Capital?"}]}, **answers}
+    file = blue.files.create(file=("p.jsonl", json.dumps(row).encode()), purpose="fine-tune")
+    hyperparameters = {"beta": 0.3, "learning_rate_multiplier": 2}
+    job = blue.fine_tuning.jobs.create(
+        model="chat",
+        training_file=file.id,
+        suffix="taste",
+        seed=7,
+        method={"type": "dpo", "dpo": {"hyperparameters": hyperparameters}},
+    )
+    assert job.method.dpo.hyperparameters.beta == 0.3
+    spec = held.job("blue", "taste")["spec"]
+    assert spec["dataset"]["format"] == "preference"
+    assert spec["training"] == {
+        "epochs": 3,
+        "batchSize": 1,
+        "learningRate": pytest.approx(1e-5),
+        "seed": 7,
+        "method": "dpo",
+        "dpo": {"beta": 0.3},
+    }
+    status, error = refusal(blue.fine_tuning.jobs.create, model=MODEL, training_file=file.id)
+    assert (status, error["param"]) == (400, "training_file")
+    wrong = json.dumps({**row, "non_preferred_output": "Lyon"}).encode()
+    status, error = refusal(blue.files.create, file=("p.jsonl", wrong), purpose="fine-tune")
+    assert "p.jsonl:1: `non_preferred_output` is not a list of turns" in error["message"]
+
+
 ACCEPTED = ("Accepted", "True", "Valid", "The spec is valid")
 RUNNING = ("Running", "True", "Started", "The worker has loaded the job")
 DONE = ("Succeeded", "True", "Completed", "The adapter is in /data")
@@ -327,6 +360,15 @@ def test_the_order_of_an_uploads_parts_does_not_matter(endpoint, blue, tmp_path)
         ),
         ({"method": {"type": "reinforcement"}}, "method.type", "supervised"),
         ({"method": {"type": ["supervised"]}}, "method.type", "supervised"),
+        (
+            {"method": {"type": "supervised", "supervised": {"hyperparameters": {"beta": 1}}}},
+            "method.supervised.hyperparameters.beta", "n_epochs",
+        ),
+        (
+            {"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 9}}}},
+            "method.dpo.hyperparameters.beta", "0.001 to 2",
+        ),
+        ({"method": {"type": "dpo"}}, "training_file", "the method is dpo"),
         ({"seed": -1}, "seed", "from 0"),
         ({"seed": True}, "seed", "from 0"),
         ({"metadata": {"a": "b" * 600}}, "metadata.a", "512"),

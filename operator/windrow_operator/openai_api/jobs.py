@@ -27,7 +27,9 @@ LABEL_KEY: Final = f"{GROUP}/api-key"
 _REQUEST: Final = f"{GROUP}/api-request"
 CANCELLED: Final = f"{GROUP}/api-cancelled"
 _PREFIX: Final = "ftjob-"
-_LEARNING_RATE: Final = 2e-4
+# Peak rates of LoRA by which a multiplier counts; preferences take a lower one (TRL's examples).
+_LEARNING_RATE: Final = {"supervised": 2e-4, "dpo": 5e-6}
+_BETA: Final = 0.1
 _EPOCHS: Final = 3
 _MOST_BATCH: Final = 16
 # A batch of `auto` is at most such a part of the rows, so that an epoch has some steps.
@@ -36,10 +38,12 @@ _LEAST_STEPS: Final = 16
 Body = Mapping[str, Any]
 
 
-def settled(asked: Hyperparameters, rows: int) -> dict[str, Any]:
+def settled(asked: Hyperparameters, rows: int, method: str = "supervised") -> dict[str, Any]:
     """Return the hyperparameters of a job, with `auto` as the number of rows has it."""
     batch = asked.batch_size or max(1, min(_MOST_BATCH, rows // _LEAST_STEPS))
+    of_method = {"beta": asked.beta or _BETA} if method == "dpo" else {}
     return {
+        **of_method,
         "n_epochs": asked.n_epochs or _EPOCHS,
         "batch_size": batch,
         "learning_rate_multiplier": asked.learning_rate_multiplier or 1.0,
@@ -69,13 +73,12 @@ def manifest_of(
     """
     tag = secrets.token_hex(6)
     name = request.suffix or f"ft-{tag}"
-    numbers = settled(request.hyperparameters, training.rows)
+    numbers = settled(request.hyperparameters, training.rows, request.method)
     seed = secrets.randbelow(2**31) if request.seed is None else request.seed
     said = {
         **asdict(request),
         "hyperparameters": numbers,
         "seed": seed,
-        "method": "supervised",
     }
     own: dict[str, Any] = {
         "model": {"name": model},
@@ -83,11 +86,13 @@ def manifest_of(
         "training": {
             "epochs": numbers["n_epochs"],
             "batchSize": numbers["batch_size"],
-            "learningRate": _LEARNING_RATE * numbers["learning_rate_multiplier"],
+            "learningRate": _LEARNING_RATE[request.method] * numbers["learning_rate_multiplier"],
             "seed": seed,
         },
         "output": {"destination": store.url(f"{key.folder}/adapters/{name}-{tag}")},
     }
+    if request.method == "dpo":
+        own["training"] |= {"method": "dpo", "dpo": {"beta": numbers["beta"]}}
     if "validation" in sources:
         own["dataset"]["evalSource"] = sources["validation"]
     return {

@@ -15,6 +15,7 @@ _FIELDS: Final = (
     *("seed", "metadata", "integrations"),
 )
 _HYPERPARAMETERS: Final = ("n_epochs", "batch_size", "learning_rate_multiplier")
+_METHODS: Final = {"supervised": _HYPERPARAMETERS, "dpo": (*_HYPERPARAMETERS, "beta")}
 _SUFFIX: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
 _MOST_PAIRS, _LONGEST_NAME, _LONGEST_VALUE = 16, 64, 512
 _LONGEST_TEXT: Final = 1024
@@ -28,6 +29,7 @@ class Hyperparameters:
     n_epochs: int | None = None
     batch_size: int | None = None
     learning_rate_multiplier: float | None = None
+    beta: float | None = None  # of dpo alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class JobRequest:
         model: as the caller names it.
         training_file: id of the rows.
         validation_file: id of the rows to evaluate on; empty: none.
+        method: by which the rows are learnt: supervised or dpo.
         hyperparameters: of the method.
         suffix: of the tuned model's name; empty: one is made.
         seed: None: one is drawn.
@@ -47,6 +50,7 @@ class JobRequest:
     model: str
     training_file: str
     validation_file: str = ""
+    method: str = "supervised"
     hyperparameters: Hyperparameters = Hyperparameters()
     suffix: str = ""
     seed: int | None = None
@@ -72,11 +76,13 @@ def job_request(body: object) -> JobRequest:
             "Write at most 40 lower-case letters, digits and - between them.",
         )
     _refuse_integrations(body.get("integrations"))
+    method, hyperparameters = _method(body)
     return JobRequest(
         model=model,
         training_file=training,
         validation_file=_text(body, "validation_file"),
-        hyperparameters=_hyperparameters(body),
+        method=method,
+        hyperparameters=hyperparameters,
         suffix=suffix,
         seed=_seed(body.get("seed")),
         metadata=_metadata(body.get("metadata")),
@@ -147,19 +153,19 @@ def _refuse_integrations(found: object) -> None:
     )
 
 
-def _hyperparameters(body: Mapping[str, Any]) -> Hyperparameters:
-    """Return those of `method`, or of the older field `hyperparameters`."""
+def _method(body: Mapping[str, Any]) -> tuple[str, Hyperparameters]:
+    """Return the method with its settings, or those of the older field `hyperparameters`."""
     older, method = body.get("hyperparameters"), body.get("method")
     if method is None:
-        return _read(older, "hyperparameters")
+        return "supervised", _read(older, "hyperparameters", "supervised")
     if not isinstance(method, dict):
         raise invalid("method", "is not an object", "Write {type: supervised}.", "invalid_type")
     kind = method.get("type")
-    if kind != "supervised":
+    if not isinstance(kind, str) or kind not in _METHODS:
         raise invalid(
             "method.type",
             f"{kind!r} is not a method of this server",
-            "Write supervised.",
+            f"Write {' or '.join(_METHODS)}.",
             code="unsupported_method",
         )
     _refuse_unknown(method, ("type", kind), "method.")
@@ -171,19 +177,19 @@ def _hyperparameters(body: Mapping[str, Any]) -> Hyperparameters:
         )
     settings = method.get(kind)
     if settings is None:
-        return Hyperparameters()
+        return kind, Hyperparameters()
     if not isinstance(settings, dict):
         raise invalid(f"method.{kind}", "is not an object", "Write one.", code="invalid_type")
     _refuse_unknown(settings, ("hyperparameters",), f"method.{kind}.")
-    return _read(settings.get("hyperparameters"), f"method.{kind}.hyperparameters")
+    return kind, _read(settings.get("hyperparameters"), f"method.{kind}.hyperparameters", kind)
 
 
-def _read(found: object, path: str) -> Hyperparameters:
+def _read(found: object, path: str, method: str) -> Hyperparameters:
     if found is None:
         return Hyperparameters()
     if not isinstance(found, dict):
         raise invalid(path, "is not an object", "Write one.", code="invalid_type")
-    _refuse_unknown(found, _HYPERPARAMETERS, f"{path}.")
+    _refuse_unknown(found, _METHODS[method], f"{path}.")
     epochs = _number(found, "n_epochs", path, 1, 50)
     batch = _number(found, "batch_size", path, 1, 256)
     return Hyperparameters(
@@ -192,6 +198,7 @@ def _read(found: object, path: str) -> Hyperparameters:
         learning_rate_multiplier=_number(
             found, "learning_rate_multiplier", path, 0.0001, 100, whole=False
         ),
+        beta=_number(found, "beta", path, 0.001, 2, whole=False),
     )
 
 

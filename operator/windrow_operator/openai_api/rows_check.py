@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from windrow.errors import UserError
-from windrow.rows import MARKS, DatasetRecord, bad_row, row_of
+from windrow.rows import MARKS, DatasetRecord, bad_row, is_preference, row_of
 
 # Longer rows are refused: no model takes so many tokens.
 MOST_LINE_BYTES = 8 << 20
@@ -64,7 +64,8 @@ class RowsCheck:
         if not form:
             raise bad_row(
                 where,
-                "has no `messages`, `conversations`, `prompt`, `instruction` or `text`",
+                "has no `messages`, `conversations`, `prompt`, `instruction`, `text` or "
+                "`preferred_output`",
                 'Write rows like {"messages": [{"role": "user", "content": "..."}, '
                 '{"role": "assistant", "content": "..."}]}.',
             )
@@ -88,4 +89,6 @@ class RowsCheck:
 
 def form_of(fields: dict[str, object]) -> str:
     """Return the format of a row by the fields that it has; empty: none that is known."""
+    if is_preference(fields):
+        return "preference"  # its prompt is the mark of another one
     return next((form for form, mark in MARKS.items() if mark in fields), "")

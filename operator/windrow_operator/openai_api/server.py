@@ -274,6 +274,13 @@ class OpenAIServer:
         asked = job_request(await _json(request))
         key = request[_KEY]
         training = await self._files.get(key, asked.training_file, "training_file")
+        if (training.form == "preference") != (asked.method == "dpo"):
+            raise invalid(
+                "training_file",
+                f"has rows of the format {training.form}, and the method is {asked.method}",
+                "Rows with two answers (preferred_output, or chosen and rejected) are for the "
+                "method dpo, all others for supervised.",
+            )
         sources = {"training": self._url_of(key, training.id)}
         if asked.validation_file:
             rows = await self._files.get(key, asked.validation_file, "validation_file")
