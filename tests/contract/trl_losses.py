@@ -15,8 +15,20 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
+from trl.kernels import chunked_logprob
 
 from windrow_sidecar.testing.rounding import in_float64
+
+
+def widen(function: type[torch.autograd.Function]) -> None:
+    """Let a function's backward compute in float64: the mode of its caller does not reach it."""
+    narrow = function.backward
+
+    def backward(ctx, *gradients):
+        with in_float64():
+            return narrow(ctx, *gradients)
+
+    function.backward = staticmethod(backward)
 
 
 def main(folder: Path, beta: float) -> None:
@@ -60,5 +72,6 @@ def main(folder: Path, beta: float) -> None:
 
 
 if __name__ == "__main__":
+    widen(chunked_logprob.ChunkedLogProbFunction)
     for argument in sys.argv[2:]:
         main(Path(argument), float(sys.argv[1]))

@@ -19,7 +19,7 @@ REFERENCE = "reference"  # kind of a checkpoint's tensors, of which each name be
 
 @dataclass(frozen=True, slots=True)
 class PreferenceLoss:
-    """The sigmoid loss (Rafailov et al. 2023), with label smoothing as TRL has it.
+    """The sigmoid loss of DPO (Rafailov et al. 2023), with the label smoothing of its authors.
 
     Attributes:
         beta: weight of the distance from the base model.
