@@ -97,7 +97,7 @@ class References:
         return {f"{REFERENCE}/{name}": known for name, known in self._known.items() if len(known)}
 
     def load(self, held: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` returned, [examples] each; what is not there is unknown."""
+        """Take over what `tensors` returned, [examples] each; those that it lacks are unknown."""
         for name, values in self._known.items():
             found = held.get(f"{REFERENCE}/{name}")
             known = found if found is not None and found.shape == values.shape else None
