@@ -261,7 +261,7 @@ TRL = Path(sys.prefix) / "trl"
 
 @pytest.fixture(scope="module")
 def by_trl(tmp_path_factory):
-    """Return by the form of rows: (rows as we read them, our model, the folder of TRL's results)."""
+    """Return by the form of rows: (rows as we read them, our model, TRL's folder)."""
     if not TRL.is_dir():
         pytest.skip("TRL is not beside the environment: make test installs it there")
     model_folder, made = tmp_path_factory.mktemp("model") / "model", {}
