@@ -35,8 +35,10 @@ _PARALLEL = {"tp_size": 1, "dp_size": 1, "pp_size": 1, "enable_dp_attention": Fa
 # By what a model's name says, the first that fits: its KV pool, or "" where that is not lent.
 _POOLS: tuple[tuple[str, str], ...] = (
     (r"deepseek-?v4|dsv4", ""),
-    (r"v3[.-]?2|glm-?5", ""),  # sparse attention keeps an index
-    (r"qwen3[.-]?5|qwen3-next|nemotron|gpt-oss|llama-?4|gemma|mimo|minimax|kimi-linear", ""),
+    (r"v3[.-]?2|glm-?5", "indexed"),  # sparse attention keeps an index
+    (r"qwen3[.-]?5|qwen3-next|nemotron-?(h|nano|3)|kimi-linear", "hybrid"),
+    (r"minimax-?m2", "heads"),
+    (r"nemotron|gpt-oss|llama-?4|gemma|mimo|minimax", ""),
     (r"embed|bge|gte|gme|e5-|rerank|vl|vision|whisper|ocr|audio", ""),
     (r"deepseek|dsr1|\br1\b|kimi", "latent"),
     (r"qwen[123]?|llama|mi[sx]tral|phi|granite|command|olmo|yi-|glm-?4", "heads"),
@@ -89,13 +91,11 @@ def refusal(name: str, precision: str, said: Mapping[str, Any], *, parallel: boo
             options[key] = int(value)
     if not parallel:
         options |= _PARALLEL
-    plain = {name: fine for name, fine, _ in sglang._PLAIN}
     page = options.get("page_size")
     line = {
-        **plain,
+        **{name: fine for name, fine, _ in sglang._PLAIN},
+        **sglang._DEFAULTS,
         "disaggregation_transfer_backend": "nixl",
-        "device": "cuda",
-        "kv_cache_dtype": "auto",
         **options,
         "disaggregation_mode": options.get("disaggregation_mode", "null"),
         "page_size": page if isinstance(page, int) and page > 1 else 16,
@@ -107,8 +107,11 @@ def refusal(name: str, precision: str, said: Mapping[str, Any], *, parallel: boo
     pool = next((pool for pattern, pool in _POOLS if re.search(pattern, name)), "")
     if not pool:
         return "the KV pool of the model's kind, or an unknown kind"
+    sparse = options.get("dsa_decode_backend") or options.get("nsa_decode_backend")
+    if pool == "indexed" and "fp8" in str(line["kv_cache_dtype"]) and sparse != "trtllm":
+        return "sparse attention's KV with scales between its vectors"
     four_bits = "4" in precision or "fp4" in str(options.get("quantization"))
-    return "weights in 4 bits (experts)" if four_bits and pool == "latent" else ""
+    return "weights in 4 bits (experts)" if four_bits and pool != "heads" else ""
 
 
 def main() -> int:

@@ -44,6 +44,12 @@ class StepEvent:
     hook_us: float  # what view, decision and grant cost inside the step
     chunks_kv: int
     chunks_lent: int
+    tokens: float = 1.0  # that a request got, on average; above 1 where decode speculates
+
+    @property
+    def tpot_ns(self) -> float:
+        """Time per output token."""
+        return (self.end_ns - self.start_ns) / self.tokens
 
 
 @dataclass(frozen=True, slots=True)

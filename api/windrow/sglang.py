@@ -15,9 +15,14 @@ from windrow.errors import UserError
 # Versions on which the tests of tests/sglang have passed (docs/sglang.md has the table).
 TESTED = ("0.5.23",)
 ENV_UNTESTED = "WINDROW_SGLANG_UNTESTED"  # "1": run on another version as well
-# trtllm_mha and trtllm_mla compute on views of the pool by page, of whatever strides.
-_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "trtllm_mha", "trtllm_mla")
+# trtllm_mha, trtllm_mla and dsa compute on views of the pool by page, of whatever strides.
+_BACKENDS = (
+    *("torch_native", "triton", "flashinfer", "fa3"),
+    *("trtllm_mha", "trtllm_mla", "dsa", "nsa"),
+)
 _HOST_TRANSFERS = ("mooncake", "fake")
+# Drafts with a KV pool of their own under the target's page numbers. NEXTN is EAGLE's other name.
+_DRAFTS = ("EAGLE", "EAGLE3", "NEXTN")
 _KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 # Options that put other memory, other ranks or other loops where the plugin expects SGLang's own:
 # attribute of ServerArgs, the value that is fine, what to write.
@@ -26,7 +31,7 @@ _PLAIN: tuple[tuple[str, object, str], ...] = (
     ("pp_size", 1, "--pp-size 1"),
     ("dp_size", 1, "--dp-size 1, and a server on each GPU"),
     ("dcp_size", 1, "--dcp-size 1"),
-    ("speculative_algorithm", None, "no --speculative-algorithm"),
+    ("enable_multi_layer_eagle", False, "no --enable-multi-layer-eagle"),
     ("enable_pdmux", False, "no --enable-pdmux"),
     ("enable_memory_saver", False, "no --enable-memory-saver"),
     ("enable_unified_memory", False, "no --enable-unified-memory"),
@@ -59,6 +64,8 @@ _DEFAULTS: Final[dict[str, object]] = {
     "kv_cache_dtype": "auto",
     "attention_backend": None,
     "decode_attention_backend": None,
+    "speculative_algorithm": None,
+    "speculative_eagle_topk": None,
 }
 _IMAGE_VERSION = re.compile(r"sglang[^/@]*:v?(\d+\.\d+\.\d+)")
 
@@ -92,6 +99,9 @@ def check_arguments(args: Any) -> None:  # noqa: ANN401  SGLang's ServerArgs
         if value != fine and not (fine in (False, None) and not value):
             flag = "--" + name.replace("_", "-")
             raise UserError(f"{value} is not supported yet", field=flag, remedy=f"Use {remedy}.")
+    check_speculation(
+        getattr(args, "speculative_algorithm", None), getattr(args, "speculative_eagle_topk", None)
+    )
     backend = args.disaggregation_transfer_backend
     if mode == "decode" and args.device == "cpu" and backend not in _HOST_TRANSFERS:
         raise UserError(
@@ -112,6 +122,29 @@ def check_arguments(args: Any) -> None:  # noqa: ANN401  SGLang's ServerArgs
                 field="--" + field.replace("_", "-"),
                 remedy=f"Use one of {', '.join(_BACKENDS)}.",
             )
+
+
+def check_speculation(algorithm: str | None, topk: object) -> None:
+    """Refuse a way of speculating that nobody has looked at. Raises UserError.
+
+    Args:
+        algorithm: as SGLang names it; None: decode does not speculate.
+        topk: branches of a draft; None: as SGLang chooses.
+    """
+    if not algorithm:
+        return
+    if algorithm.upper() not in _DRAFTS:
+        raise UserError(
+            f"the plugin does not know what KV {algorithm} keeps for its drafts",
+            field="--speculative-algorithm",
+            remedy=f"Use one of {', '.join(_DRAFTS)}, or none.",
+        )
+    if topk is not None and str(topk) != "1":
+        raise UserError(
+            f"untested: drafts with {topk} branches, whose KV is moved between pages",
+            field="--speculative-eagle-topk",
+            remedy="Use --speculative-eagle-topk 1.",
+        )
 
 
 def arguments_of(words: Iterable[str]) -> SimpleNamespace:

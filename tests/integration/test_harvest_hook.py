@@ -313,3 +313,28 @@ def test_a_profile_that_comes_later_is_decided_by_from_then_on(decode):
         until(lambda: hook.idle(time.monotonic_ns()).action == Action.GO)
     with pytest.raises(UserError, match=r"no solo model for \[1\] units"):
         hook.set_profile({"solo": PROFILE["solo"][1:]})
+
+
+def test_steps_of_several_tokens_are_judged_and_counted_by_token(decode):
+    hook = HarvestHook(decode.arena, host_levels(UNITS), PROFILE, HarvestSettings(steady_ns=0))
+    hook.set_terms(replace(TERMS, objective_us=4000))
+
+    def step(number: int, tokens: float, latency_us: int) -> None:
+        now_ns = time.monotonic_ns()
+        hook.before_step(StepInput(number, now_ns, 4, 2000, 0, 0, 0, tokens=tokens))
+        hook.after_step(now_ns + latency_us * 1000, latency_us)
+
+    step(1, 1.0, 5000)
+    assert hook.snapshot().steps_over_objective == 1
+    step(2, 2.5, 9000)
+    step(3, 2.51, 11_000)  # no change worth another objective
+    hook.idle(time.monotonic_ns())
+    found = hook.snapshot()
+    assert found.steps_over_objective == 2
+    assert (found.objective_us, hook.controller.step_objective_us) == (4000, 10_000)
+    assert (found.tpot_p50_s, found.tpot.sum) == (0.0044, pytest.approx(0.005 + 0.0036 + 0.0044))
+    assert found.busy_s == pytest.approx(0.025)
+    assert hook.request_objective_us == 0
+    hook.set_terms(replace(TERMS, objective_us=4000, per_request=True))
+    hook.idle(time.monotonic_ns())
+    assert hook.request_objective_us == 4000  # of a token, as slack is counted

@@ -27,8 +27,13 @@ def played(tmp_path_factory):
     return json.loads(result.read_text())
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.parametrize("kind", ["heads", "latent"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, t) for kind in ("heads", "latent") for t in ("bf16", "fp8_e4m3", "fp8_e5m2")),
+        ("latent with an index", "bf16"),
+    ],
+)
 def test_kv_of_heads_and_of_latent_attention_is_the_same_in_16_and_in_8_bits(played, kind, dtype):
     found = played[f"{kind}, {dtype}"]
     n_bytes = 2 if dtype == "bf16" else 1
@@ -42,4 +47,32 @@ def test_kv_of_heads_and_of_latent_attention_is_the_same_in_16_and_in_8_bits(pla
         "token_bytes": numbers * n_bytes,
         "whole_pages": True,
         "tokens": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("of", "layers", "others", "n_bytes"),
+    [
+        ("EAGLE", 6, 2, 2 * 976 * 16 * 2),  # one layer of one head
+        ("heads, MTP", 6, 2, 2 * 976 * 2 * 16 * 2),
+        ("latent, MTP", 3, 1, 976 * 32 * 2),
+        ("latent with an index", 3, 3, 3 * 16 * 64 * 132),
+        ("hybrid", 4, 0, 0),
+        ("hybrid, latent", 2, 0, 0),
+    ],
+)
+def test_a_page_is_lent_of_every_pool_under_its_number_or_of_none(
+    played, of, layers, others, n_bytes
+):
+    """Drafts and indexes keep their memory; a lent page's number is handed out to nobody."""
+    found = played["lent"][of]
+    assert found.pop("lent") >= 4
+    assert found == {
+        "none of the lent is handed out": True,
+        "all come back": True,
+        "zeroed": True,
+        "others keep theirs": True,
+        "others reach every page": True,
+        "layers": layers,
+        "beside": [others, n_bytes],
     }

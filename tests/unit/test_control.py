@@ -274,3 +274,29 @@ def test_a_margin_is_of_its_objective_and_policy_and_is_found_again():
     assert predictor.margin == learned
     pod.controller.set_terms(harli)
     assert predictor.margin == of_harli
+
+
+def test_a_step_of_several_tokens_may_take_so_many_times_the_objective():
+    pod = Pod(replace(TERMS, objective_us=4000))
+    assert pod.controller.refusal == ""
+    assert pod.step().finetune_units == 0  # 4 ms alone, 6 ms beside a worker
+    guard, predictor = pod.controller.guard, pod.controller.predictor
+    guard.trips, predictor.margin = 1, 0.2
+    pod.controller.set_step_tokens(3.0)
+    assert (pod.controller.step_objective_us, pod.controller.in_flight_bound_us) == (12_000, 3000)
+    assert pod.controller.terms.objective_us == 4000
+    # What was learned is of the same objective, and the policy's terms may come again.
+    pod.controller.set_terms(replace(TERMS, objective_us=4000))
+    assert (pod.controller.guard, guard.trips, predictor.margin) == (guard, 1, 0.2)
+    assert pod.controller.step_objective_us == 12_000
+    pod.controller.set_step_tokens(0.5)
+    assert (pod.controller.step_tokens, pod.controller.step_objective_us) == (1.0, 4000)
+
+
+def test_an_objective_below_decode_alone_is_refused_for_the_tokens_of_a_step():
+    pod = Pod(replace(TERMS, objective_us=1000))
+    assert "the objective of 1 ms is below the 4.0 ms that decode alone" in pod.controller.refusal
+    pod.controller.set_step_tokens(2.0)
+    assert "takes for one request and 2.0 tokens: raise" in pod.controller.refusal
+    pod.controller.set_step_tokens(4.0)
+    assert pod.controller.refusal == ""

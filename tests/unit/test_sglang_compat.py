@@ -33,6 +33,10 @@ def test_a_plain_decode_server_is_taken():
     compat.check_arguments(arguments(device="cpu", disaggregation_mode="null"))
     compat.check_arguments(arguments(kv_cache_dtype="fp8_e4m3", attention_backend="trtllm_mla"))
     compat.check_arguments(arguments(decode_attention_backend="trtllm_mha"))
+    compat.check_arguments(arguments(attention_backend="dsa"))
+    for draft in ("EAGLE", "EAGLE3", "NEXTN", "eagle"):
+        compat.check_arguments(arguments(speculative_algorithm=draft))
+    compat.check_arguments(arguments(speculative_algorithm="EAGLE", speculative_eagle_topk=1))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +50,13 @@ def test_a_plain_decode_server_is_taken():
         ({"tp_size": 2}, "--tp-size"),
         ({"pp_size": 2}, "--pp-size"),
         ({"dp_size": 4}, "--dp-size"),
-        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm"),
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4},
+            "--speculative-eagle-topk",
+        ),
+        ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
         ({"enable_pdmux": True}, "--enable-pdmux"),
         ({"enable_memory_saver": True}, "--enable-memory-saver"),
         ({"enable_unified_memory": True}, "--enable-unified-memory"),
@@ -101,6 +111,7 @@ def test_decode_is_confined_only_where_that_is_asked_for_and_can_be():
         ({ENV_PARTITION: "pdmux"}, {}, ENV_PARTITION),
         ({ENV_PARTITION: "green"}, {"device": "cpu"}, ENV_PARTITION),
         ({ENV_PARTITION: "green"}, {"disable_cuda_graph": True}, "--disable-cuda-graph"),
+        ({ENV_PARTITION: "green"}, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
     ):
         with pytest.raises(UserError) as refused:
             wanted_partition(environment, arguments(**{"disable_cuda_graph": False, **changed}))
@@ -165,7 +176,13 @@ PLAIN = [
         (["--tensor-parallel-size=8"], OFFICIAL, "--tp-size"),
         (["--dp", "2"], OFFICIAL, "--dp-size"),
         (["--kv-cache-dtype", "fp4_e2m1"], OFFICIAL, "--kv-cache-dtype"),
-        (["--speculative-algorithm", "EAGLE"], OFFICIAL, "--speculative-algorithm"),
+        (["--speculative-algorithm", "EAGLE"], OFFICIAL, ""),
+        (["--speculative-algo", "UNO"], OFFICIAL, "--speculative-algorithm"),
+        (
+            ["--speculative-algorithm=EAGLE3", "--speculative-eagle-topk", "8"],
+            OFFICIAL,
+            "--speculative-eagle-topk",
+        ),
         (["--enable-hierarchical-cache", "--port", "80"], OFFICIAL, "--enable-hierarchical-cache"),
         (["--attention-backend", "flashmla"], OFFICIAL, "--attention-backend"),
         (["--page-size", "1"], OFFICIAL, "--page-size"),

@@ -12,6 +12,7 @@ from windrow_sidecar.engines.sglang.learning import (
     FullShareEstimate,
     KeptProfile,
     SoloLearner,
+    StepTokens,
 )
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.solo import fit_solo
@@ -166,3 +167,28 @@ def test_a_policy_that_observes_is_told_a_gain_and_harvests_by_no_estimate():
     inner.controller.terms.mode = "harvest"
     harvest._forget_estimate()
     assert inner.profiles[-1] is None
+
+
+def test_the_tokens_of_a_step_are_those_that_its_requests_got_in_it():
+    def request(rid: str) -> SimpleNamespace:
+        return SimpleNamespace(rid=rid, output_ids=[], finished=lambda: False)
+
+    counted, first, second = StepTokens(), request("a"), request("b")
+
+    def step(**got: int) -> float:
+        batch = [r for r in (first, second) if r.rid in got]
+        for r in batch:
+            r.output_ids += [0] * got[r.rid]
+        counted.delivered(batch)
+        return counted.mean
+
+    assert step(a=1) == 1.0  # of a prompt
+    assert step(a=3) == 3.0
+    assert step(a=1, b=1) == 2.0  # the other's first counts for nothing
+    assert step(a=1, b=3) == 2.0
+    first.finished = lambda: True
+    assert step(a=4, b=0) == 2.5  # SGLang delivers nothing to a request that is being retracted
+    assert step(a=2) == 2.5  # what is computed after its end is thrown away
+    for _ in range(400):
+        step(b=2)
+    assert counted.mean == pytest.approx(2.0, abs=1e-4)

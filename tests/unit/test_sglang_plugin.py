@@ -82,6 +82,7 @@ def parts_with(**step_hook) -> SimpleNamespace:
         splits=SimpleNamespace(units=2),
         allocator=SimpleNamespace(chunks=SimpleNamespace(refresh=lambda: None)),
         log=None,
+        speculates=False,
     )
 
 
@@ -135,6 +136,31 @@ def test_the_facts_tell_the_slack_of_the_request_that_has_saved_the_least():
     assert told == [0, 0, 600, 0, -500]
 
 
+def test_the_facts_of_a_decode_that_speculates_are_of_its_requests():
+    """The batch's lengths are those before drafts were accepted, or are not there."""
+    told = []
+    parts = parts_with(
+        before_step=lambda facts: told.append(facts) or Grant(),
+        after_step=lambda end_ns, latency_us: None,
+        request_objective_us=0,
+    )
+    parts.speculates = True
+    request = SimpleNamespace(
+        rid="r0", origin_input_ids=[1] * 20, output_ids=[1], finished=lambda: False
+    )
+    batch = SimpleNamespace(reqs=[request], seq_lens_cpu=None, forward_mode=DECODES)
+    harvest = SchedulerHarvest(parts, None, clock=lambda: 1000)
+    for accepted in (1, 3, 3):
+        harvest.before_batch(SimpleNamespace(waiting_queue=[]), batch)
+        request.output_ids += [1] * accepted
+        harvest.after_batch(batch)
+    assert [(facts.context_tokens, facts.tokens) for facts in told] == [
+        (21, 1.0),
+        (22, 1.0),
+        (25, 3.0),
+    ]
+
+
 @pytest.mark.parametrize(("tokens", "of_a_chunk"), [(4096, 256), (1_000_000, 3920)])
 def test_a_pool_on_cores_has_no_more_blocks_than_a_worker_can_map(tokens, of_a_chunk):
     llama_8b = {"layer_num": 32, "head_num": 8, "head_dim": 128, "store_dtype": torch.bfloat16}
@@ -160,7 +186,6 @@ def test_latent_kv_on_a_gpu_lies_in_whole_pages_of_memory_and_of_kv(dtype):
     ("changed", "why"),
     [
         ({"store_dtype": torch.uint8}, "its KV is quantized"),
-        ({"use_dsa": True}, "an index of sparse attention"),
         ({"layer_shard_enabled": True}, "its layers are sharded"),
         ({"enable_custom_mem_pool": True}, "a custom memory pool holds it"),
     ],

@@ -223,7 +223,7 @@ def figures_of(
     if not segment.source:
         return SegmentFigures(segment.round, segment.arm, tokens_per_second=rate)
     inside = [s for s in steps if begin <= s.end_ns <= end]
-    tpots = sorted((s.end_ns - s.start_ns) / 1e6 for s in inside)
+    tpots = sorted(s.tpot_ns / 1e6 for s in inside)
     came = [r for r in requests if begin <= r.arrived_ns <= end]
     # One that was hung up on before its first token has waited so long at least.
     ttfts = sorted(((r.first_token_ns or r.end_ns) - r.arrived_ns) / 1e6 for r in came)

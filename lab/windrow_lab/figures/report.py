@@ -130,15 +130,14 @@ def _add_tpot(
 
 
 def thinned(steps: Sequence[StepEvent], window: SummaryWindow) -> Series:
-    """Return step times in ms; of too many, only the slowest of each group."""
+    """Return times per output token in ms, by step; of too many, only the slowest of each group."""
     group = max(1, -(-len(steps) // MOST_POINTS))
     slowest = [
-        max(steps[i : i + group], key=lambda s: s.end_ns - s.start_ns)
-        for i in range(0, len(steps), group)
+        max(steps[i : i + group], key=lambda s: s.tpot_ns) for i in range(0, len(steps), group)
     ]
     return Series(
         [_seconds(s.end_ns, window) for s in slowest],
-        [(s.end_ns - s.start_ns) / 1e6 for s in slowest],
+        [s.tpot_ns / 1e6 for s in slowest],
     )
 
 

@@ -157,10 +157,10 @@ def load_marks(
 
 
 def serving(events: Events, window: SummaryWindow) -> Serving:
-    """Return how serving fared: each decode step is one time per output token of its batch."""
+    """Return how serving fared: each decode step is a time per output token of its batch."""
     steps = [step for _, step in events.steps if window.holds(step.end_ns)]
-    tpots = sorted((s.end_ns - s.start_ns) / 1e6 for s in steps)
-    busy_ms = sum(tpots)
+    tpots = sorted(s.tpot_ns / 1e6 for s in steps)
+    busy_ms = sum(s.end_ns - s.start_ns for s in steps) / 1e6
     requests = [r for r in events.requests if window.begin_ns <= r.end_ns <= window.drained_ns]
     failed = sum(1 for r in requests if r.error)
     return Serving(

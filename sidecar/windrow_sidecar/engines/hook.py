@@ -32,6 +32,8 @@ class StepInput:
     admitted_tokens: int  # context tokens that joined for this step
     slack_us: int  # least slack of a running request against its own objective; 0: not known
     prefill_tokens: int = 0  # computed in this step; such a step is no sample of decode's latency
+    # That a request gets from this step, on average; above 1 where decode speculates.
+    tokens: float = 1.0
 
 
 class StepHook(Protocol):

@@ -73,6 +73,11 @@ class CompiledController(Controller):
         self._tell_terms()
         self._tell_guard()
 
+    def set_step_tokens(self, tokens: float) -> None:
+        """Take steps to yield a request so many tokens, from the next decision on."""
+        super().set_step_tokens(tokens)
+        self._tell_terms()
+
     def set_predictor(self, predictor: Predictor | None) -> None:
         """Predict with this one from the next decision on; None: harvest nothing without one."""
         super().set_predictor(predictor)

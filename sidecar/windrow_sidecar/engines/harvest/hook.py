@@ -32,6 +32,8 @@ from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Grant
 
 _DECODE = 0  # a writer of the page
+# Of the tokens that a step yields, what is too small a change to judge steps by another objective.
+_SAME_TOKENS = 0.05
 
 
 class HarvestHook:
@@ -191,7 +193,7 @@ class HarvestHook:
         if self._decisions and unjudged:
             self._decisions.ended([took_us for took_us, _ in unjudged], self._objective_us)
         for latency_us, cost_ns in unjudged:
-            stats.add(latency_us, cost_ns, self._objective_us)
+            stats.add(latency_us, cost_ns, self._objective_us, controller.step_tokens)
             if not self._prefilled:
                 residual = controller.observe(now_ns, latency_us)
                 if residual is not None:
@@ -220,9 +222,11 @@ class HarvestHook:
             taken = self._new_terms.pop(0)
             controller.set_terms(taken)
             self._marks.policy(now_ns, taken)
+        if facts is not None and facts.batch and not facts.prefill_tokens:
+            self._expect_tokens(facts.tokens)
         terms = controller.terms
         self._steady_until_ns = 0
-        self._objective_us = terms.objective_us if terms else 0
+        self._objective_us = controller.step_objective_us
         chunks = ChunkCounts(*self._arena.counts())
         held_until_ns = self._grants.newest.hold_admission_until_ns
         view = self._views.publish(
@@ -250,6 +254,12 @@ class HarvestHook:
             self._decisions.decided(controller.explain(now_ns, view, offer, grant))
         return grant
 
+    def _expect_tokens(self, tokens: float) -> None:
+        """Hold the steps from now on to the objective of so many tokens."""
+        known = self.controller.step_tokens
+        if abs(tokens - known) > _SAME_TOKENS * known or (tokens == 1.0 != known):
+            self.controller.set_step_tokens(tokens)
+
     def close(self) -> None:
         """Revoke everything: the worker reads a pause and gives its chunks back."""
         self._arena.revoke(self._arena.geometry.chunks)
@@ -262,7 +272,7 @@ class HarvestHook:
         if self._decisions:
             self._decisions.drain()
         latencies_us, costs_ns = self._stats.take()
-        granted = self._grants.newest
+        granted, terms = self._grants.newest, self.controller.terms
         return StepStatistics(
             steps=self._stats.steps,
             steps_over_objective=self._stats.over,
@@ -272,6 +282,7 @@ class HarvestHook:
             decision_p50_s=quantile(costs_ns, 0.5) / 1e9,
             decision_p99_s=quantile(costs_ns, 0.99) / 1e9,
             view=self._views.newest,
+            objective_us=terms.objective_us if terms else 0,
             decode_units=granted.decode_units,
             finetune_units=granted.finetune_units,
             tpot=self._stats.tpot,

@@ -47,6 +47,7 @@ class StepStatistics:
     decision_p50_s: float
     decision_p99_s: float
     view: View
+    objective_us: int  # of the policy in force, for a token; 0: none
     decode_units: int
     finetune_units: int
     tpot: BucketCounts  # seconds, since the start
@@ -71,11 +72,18 @@ class StepStats:
         self.decision = BucketCounts(DECISION_BUCKETS_SECONDS)
         self.predictor_ratio = BucketCounts(PREDICTOR_RATIO_BUCKETS)
 
-    def add(self, latency_us: int, cost_ns: int, objective_us: int) -> None:
-        """One finished step, what the hook took of it, and the objective in force (0: none)."""
+    def add(self, latency_us: int, cost_ns: int, objective_us: int, tokens: float = 1.0) -> None:
+        """Count a finished step.
+
+        Args:
+            latency_us: how long it took.
+            cost_ns: what the hook took of that.
+            objective_us: of a step, in force; 0: none.
+            tokens: that it yielded a request, on average: the time for each of them is kept.
+        """
         self.steps += 1
         self.busy_us += latency_us
-        self._latencies_us.append(latency_us)
+        self._latencies_us.append(latency_us if tokens == 1 else round(latency_us / tokens))
         self._costs_ns.append(cost_ns)
         if objective_us > 0:
             self.over += latency_us > objective_us
@@ -86,7 +94,7 @@ class StepStats:
         self._residuals.append(residual)
 
     def take(self) -> tuple[list[int], list[int]]:
-        """Latencies and costs since the last call, each sorted; fills the histograms."""
+        """Times per output token and costs since the last call, sorted; fills the histograms."""
         latencies, self._latencies_us = self._latencies_us, []
         costs, self._costs_ns = self._costs_ns, []
         ratios, self._objectives = self._objectives, []

@@ -14,7 +14,7 @@ import torch
 
 from windrow_sidecar._core import Arena, Error
 from windrow_sidecar.engines.chunks import ChunkHoldings
-from windrow_sidecar.engines.sglang.pool import buffers_of
+from windrow_sidecar.engines.sglang.pool import buffers_of, pool_of_tokens
 
 Fence = Callable[[], Callable[[int], bool]]
 """Makes a check: whether nothing can write any more, at that time (ns), to pages freed before."""
@@ -149,7 +149,7 @@ def allocator_class(arena: Arena, fence: Fence) -> type[Any]:
         def _blank(self, chunk: int) -> None:
             """Zero what a worker has left: a kernel may multiply slots that it masks, by 0."""
             slots = arena.geometry.slots_per_chunk
-            for buffer in buffers_of(self._kvcache):
+            for buffer in buffers_of(pool_of_tokens(self._kvcache)):
                 buffer[chunk * slots : (chunk + 1) * slots].zero_()
             if buffer.is_cuda:
                 # A transfer may write into the pages once they are handed out, on no stream of

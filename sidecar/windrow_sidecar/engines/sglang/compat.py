@@ -8,9 +8,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from windrow.errors import UserError
-from windrow.sglang import ENV_UNTESTED, TESTED, check_arguments, check_version
+from windrow.sglang import (
+    ENV_UNTESTED,
+    TESTED,
+    check_arguments,
+    check_speculation,
+    check_version,
+)
 
-__all__ = ["ENV_UNTESTED", "TESTED", "check_arguments", "check_names", "check_version"]
+__all__ = [
+    "ENV_UNTESTED",
+    "TESTED",
+    "check_arguments",
+    "check_names",
+    "check_speculation",
+    "check_version",
+]
 
 # For how long transfers that were given up may still write: no page is lent before that.
 ENV_TRANSFER_GUARD, TRANSFER_GUARD_S = "WINDROW_TRANSFER_GUARD_SECONDS", 60.0
@@ -26,6 +39,8 @@ LATENT_POOL = "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool"
 ALLOCATOR = "sglang.srt.mem_cache.allocator.PagedTokenToKVPoolAllocator"
 GRAPHS_MODULE = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
 GRAPHS = f"{GRAPHS_MODULE}.DecodeCudaGraphRunner"
+RESERVE = "sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode"
+SPECULATION = "sglang.srt.runtime_context.get_spec"
 PLATFORM = "sglang.srt.platforms.interface.SRTPlatform"
 
 # What the plugin hooks, calls or overrides, with the parameters that it relies on.
@@ -37,6 +52,7 @@ NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (f"{SCHEDULER}.get_next_batch_to_run", ("self",)),
     (f"{CHECKER}._check_full_pool", ("self", "ps", "uncached")),
     (f"{OBSERVER}._get_token_info", ("self",)),
+    (f"{OBSERVER}._get_mamba_token_info", ("self",)),
     (f"{SLEEPER}.maybe_sleep", ("self",)),
     (f"{UPDATER}.update_weights_from_disk", ("self",)),
     (f"{UPDATER}.update_weights_from_distributed", ("self",)),
@@ -61,6 +77,8 @@ NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("self", "size", "stream_idx", "variant_label", "attention_variant"),
     ),
     (f"{GRAPHS_MODULE}.get_or_create_global_graph_capture_stream", ()),
+    (RESERVE, ()),
+    (SPECULATION, ()),
     (f"{PLATFORM}.get_graph_runner_cls", ("self",)),
     (f"{PLATFORM}.get_paged_allocator_cls", ("self",)),
     (f"{PLATFORM}.post_load_model", ("self", "model")),

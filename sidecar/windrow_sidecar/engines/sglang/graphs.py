@@ -127,6 +127,12 @@ def wanted_partition(environment: Mapping[str, str], args: Any) -> DecodePartiti
             field="--disable-cuda-graph",
             remedy=f"Leave it out, or unset {ENV_PARTITION}.",
         )
+    if wanted == "green" and getattr(args, "speculative_algorithm", None):
+        raise UserError(
+            "decode is confined by the graphs of its model, and its drafts have others",
+            field="--speculative-algorithm",
+            remedy=f"Leave it out, or unset {ENV_PARTITION}.",
+        )
     return cast("DecodePartition", wanted)
 
 

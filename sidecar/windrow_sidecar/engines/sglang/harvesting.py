@@ -22,7 +22,7 @@ from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook
 from windrow_sidecar.engines.harvest.link import Profile
 from windrow_sidecar.engines.hook import FailClosed, StepInput, least_slack_us, wait_for_turn
 from windrow_sidecar.engines.profile import Subject, document
-from windrow_sidecar.engines.sglang.learning import FullShareEstimate, SoloLearner
+from windrow_sidecar.engines.sglang.learning import FullShareEstimate, SoloLearner, StepTokens
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.view import Grant
 
@@ -51,6 +51,7 @@ class HarvestParts:
     log: EventLog | None
     keep_profile: Callable[[Mapping[str, Any]], None]
     reserved_tokens: int  # that each request is sure to find room for
+    speculates: bool = False  # a step yields a request several tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class SchedulerHarvest:
         self._step: _Step | None = None
         self._number = 0
         self._first: dict[str, _Delivered] = {}  # of each request here, by its ID
+        self._tokens = StepTokens()
         self._processed_ns = self._looked_ns = self._idle_ns = 0
         self._hold_until_ns = self._free_again_ns = 0
         self._confined = False
@@ -132,6 +134,8 @@ class SchedulerHarvest:
     def after_batch(self, batch: Any) -> None:  # noqa: ANN401
         """The tokens of a batch have been delivered."""
         self._processed_ns = self._clock()
+        if self._parts.speculates:
+            self._tokens.delivered(batch.reqs)
         if self.is_awake:
             for request in batch.reqs:
                 first = self._first.get(request.rid)
@@ -202,7 +206,11 @@ class SchedulerHarvest:
             return StepInput(
                 self._number, start_ns, 0, 0, _waiting(scheduler), tokens, 0, prefill_tokens=tokens
             )
-        lengths = batch.seq_lens_cpu.tolist()
+        if self._parts.speculates:
+            # The batch's own lengths are those before drafts were accepted, or are not there yet.
+            lengths = [len(r.origin_input_ids) + len(r.output_ids) for r in batch.reqs]
+        else:
+            lengths = batch.seq_lens_cpu.tolist()
         admitted = 0
         for request, length in zip(batch.reqs, lengths, strict=True):
             if request.rid not in self._first:
@@ -218,6 +226,7 @@ class SchedulerHarvest:
             slack_us=least_slack_us(
                 self._begun(batch.reqs), start_ns, self._parts.hook.request_objective_us
             ),
+            tokens=self._tokens.mean,
         )
 
     def _begun(self, requests: Iterable[Any]) -> Iterator[tuple[int, int]]:
@@ -298,6 +307,7 @@ class SchedulerHarvest:
                     hook_us=step.hook_ns / 1000,
                     chunks_kv=kv,
                     chunks_lent=lent + draining,
+                    tokens=step.facts.tokens,
                 )
             )
         return end_ns

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -30,6 +30,8 @@ _KEPT, _ENOUGH = 48, 8
 # Steps on each share before there is a profile at all.
 _STEPS_NEEDED = 40
 _CONTEXT_BUCKET = 512
+# Of a step in the mean of the tokens that steps yield.
+_TOKENS_WEIGHT = 1 / 32
 # Once there is a profile, one block in so many goes to a share that has not seen such a batch yet.
 _ONE_BLOCK_IN = 4
 
@@ -136,6 +138,39 @@ class FullShareEstimate:
             context_tokens=round(median(context for context, _ in steps)),
             step_us=max(1.0, median(latency for _, latency in steps) * self._all / units),
         )
+
+
+class StepTokens:
+    """Counts the tokens that a step of a decode that speculates gives a request, on average.
+
+    Attributes:
+        mean: over the last steps, each of which counts alike; 1 before there is one.
+    """
+
+    def __init__(self) -> None:
+        self.mean = 1.0
+        self._steps = 0
+        self._lengths: dict[str, int] = {}  # tokens of each request so far, by its ID
+
+    def delivered(self, requests: Iterable[Any]) -> None:
+        """Take note of a batch whose tokens have been delivered.
+
+        A request's first tokens here are a prefill's, and those of one that had ended before are
+        thrown away: neither counts.
+        """
+        tokens = n = 0
+        for request in requests:
+            length, before = len(request.output_ids), self._lengths.get(request.rid)
+            if before is not None and length > before:
+                tokens, n = tokens + length - before, n + 1
+            if request.finished():
+                self._lengths.pop(request.rid, None)
+            else:
+                self._lengths[request.rid] = length
+        if n:
+            self._steps += 1
+            weight = max(_TOKENS_WEIGHT, 1 / self._steps)
+            self.mean += weight * (tokens / n - self.mean)
 
 
 @dataclass(frozen=True, slots=True)

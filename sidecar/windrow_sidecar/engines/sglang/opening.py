@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from windrow_sidecar.engines.hello import engine_hello
 from windrow_sidecar.engines.logflush import LogFlusher
 from windrow_sidecar.engines.opening import open_harvest
 from windrow_sidecar.engines.profile import Subject
+from windrow_sidecar.engines.sglang import compat
 from windrow_sidecar.engines.sglang.graphs import GraphShares, disjoint_levels
 from windrow_sidecar.engines.sglang.harvesting import HarvestParts, SchedulerHarvest
 from windrow_sidecar.engines.sglang.learning import KeptProfile, SoloLearner
@@ -47,6 +49,7 @@ class Opened:
     weights: SharedModel | None
     fingerprint: str  # of the served checkpoint
     shares: GraphShares | None  # of a GPU's decode, where it is to be confined
+    beside_bytes: int = 0  # that drafts and indexes keep of tokens, of which nothing is lent
 
 
 def harvest_scheduler(
@@ -61,13 +64,14 @@ def harvest_scheduler(
     otherwise than SGLang's own.
     """
     _probe(opened.scheduler, opened.allocator)
+    speculation = _speculation(opened.args)
     arena, args, weights = opened.arena, opened.args, opened.weights
     device = _device(arena.driver, opened.shares)
     subject = Subject(
         device=device.label,
         driver=device.driver.partition(":")[0],
         engine="sglang",
-        engine_version=version("sglang"),
+        engine_version=version("sglang") + speculation.label,
         model_fingerprint=opened.fingerprint,
     )
     kept = KeptProfile(run_dir, stored_profiles(environment))
@@ -104,7 +108,7 @@ def harvest_scheduler(
         HarvestSettings(
             max_batch=opened.scheduler.max_running_requests,
             gaps=gaps,
-            layers=opened.allocator.get_kvcache().layer_num,
+            layers=opened.scheduler.model_config.num_hidden_layers,
         ),
         profile=profile,
         log=log,
@@ -121,7 +125,8 @@ def harvest_scheduler(
         allocator=opened.allocator,
         log=log,
         keep_profile=kept.keep,
-        reserved_tokens=args.num_reserved_decode_tokens,
+        reserved_tokens=args.num_reserved_decode_tokens + speculation.reserved_tokens,
+        speculates=bool(speculation.label),
     )
     harvest = SchedulerHarvest(parts, None if profile else SoloLearner(device.splits))
     g = arena.geometry
@@ -131,7 +136,35 @@ def harvest_scheduler(
         g.slots_per_chunk,
         "shared" if weights is not None else "not shared",
     )
+    if opened.beside_bytes:
+        _log.info(
+            "windrow: %d MiB that drafts and indexes keep of each token are not lent",
+            opened.beside_bytes >> 20,
+        )
     return harvest
+
+
+@dataclass(frozen=True, slots=True)
+class _Speculation:
+    """Way in which decode speculates.
+
+    Attributes:
+        label: part of the engine version that its latency profile is of; "": it does not.
+        reserved_tokens: for which each request takes KV ahead of a step.
+    """
+
+    label: str = ""
+    reserved_tokens: int = 0
+
+
+def _speculation(args: Any) -> _Speculation:  # noqa: ANN401
+    """Return how SGLang has settled to speculate. Raises UserError for a way that is untested."""
+    if not args.speculative_algorithm:
+        return _Speculation()
+    settled = resolve_name(compat.SPECULATION)()
+    algorithm, tokens = settled.speculative_algorithm, settled.speculative_num_draft_tokens
+    compat.check_speculation(algorithm, settled.speculative_eagle_topk)
+    return _Speculation(f"+{algorithm.lower()}{tokens}", resolve_name(compat.RESERVE)())
 
 
 def _probe(scheduler: Any, allocator: Any) -> None:  # noqa: ANN401

@@ -63,15 +63,18 @@ class Plugin:
 
     Attributes:
         off: why nothing is harvested; "" while all is well.
+        is_loaded: whether the served model has come by; a draft's comes after it.
     """
 
     run_dir: RunDir
     environment: Mapping[str, str]
     off: str = ""
+    is_loaded: bool = False
     args: Any = None
     arena: Arena | None = None
     weights: SharedModel | None = None
     allocator_class: type[Any] | None = None
+    draft_bytes: int = 0  # of KV pools that are not lent, under the same page numbers
     transfer_guard_ns: int = 0
     is_confined: bool = False  # whether decode's graphs are captured for shares of the SMs
     shares: GraphShares | None = None
@@ -152,6 +155,7 @@ class Plugin:
                 f"{compat.PLATFORM}.post_load_model": self.post_load_model,
                 f"{compat.SCHEDULER}.process_batch_result": self.process_batch_result,
                 f"{compat.OBSERVER}._get_token_info": self.token_info,
+                f"{compat.OBSERVER}._get_mamba_token_info": self.token_info,
             },
         )
 
@@ -159,8 +163,9 @@ class Plugin:
 
     def post_load_model(self, _result: None, _platform: Any, model: Any) -> None:  # noqa: ANN401
         """The weights are loaded: share them, if they are the checkpoint's."""
-        if self.off or self.weights is not None:
+        if self.off or self.is_loaded:
             return
+        self.is_loaded = True
         from windrow.errors import UserError
         from windrow_sidecar.engines.fingerprint import model_fingerprint
         from windrow_sidecar.engines.sglang.pool import driver_of
@@ -178,11 +183,20 @@ class Plugin:
 
     def create_buffers(self, original: Callable[..., None], pool: Any) -> None:  # noqa: ANN401
         """The KV pool takes its memory: the arena's, where it is a pool that can be lent."""
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+        from sglang.srt.mem_cache.memory_pool import (
+            DSATokenToKVPool,
+            MHATokenToKVPool,
+            MLATokenToKVPool,
+        )
 
-        known = type(pool) in (MHATokenToKVPool, MLATokenToKVPool)
+        from windrow_sidecar.engines.sglang.pool import buffers_of
+
+        known = type(pool) in (MHATokenToKVPool, MLATokenToKVPool, DSATokenToKVPool)
         if self.off or self.arena is not None or not known:
             original(pool)
+            if known and self.arena is not None:
+                # A draft's pool, which SGLang's allocator gives no page of that is lent.
+                self.draft_bytes += sum(buffer.nbytes for buffer in buffers_of(pool))
             return
         arena = None
         try:
@@ -270,7 +284,7 @@ class Plugin:
         import dataclasses
 
         used = stats.full_num_used - lent
-        usage = used / observer.max_total_num_tokens
+        usage = used / (stats.full_capacity or observer.max_total_num_tokens)
         return dataclasses.replace(stats, full_num_used=used, full_token_usage=usage)
 
     def maybe_sleep(self, original: Callable[..., None], sleeper: Any) -> None:  # noqa: ANN401
@@ -300,11 +314,13 @@ class Plugin:
         from windrow.errors import UserError
 
         allocator = self.scheduler.token_to_kv_pool_allocator
+        from windrow_sidecar.engines.sglang.pool import bytes_beside, pool_of_tokens
+
         if self.arena is None or not isinstance(allocator, self.allocator_class or ()):
             kind = type(allocator.get_kvcache()).__name__
             raise UserError(
                 f"the model's KV is in a {kind} behind a {type(allocator).__name__}",
-                remedy="Serve a model with multi-head, grouped-query or latent attention.",
+                remedy="Serve a model whose attention layers all see the whole context.",
             )
         from windrow_sidecar.engines.sglang.opening import Opened, harvest_scheduler
 
@@ -316,6 +332,7 @@ class Plugin:
             self.weights,
             self.fingerprint,
             self.shares,
+            self.draft_bytes + bytes_beside(pool_of_tokens(allocator.get_kvcache())),
         )
         self.harvest = harvest_scheduler(opened, self.run_dir, self.environment, self._failed)
 

@@ -3,6 +3,9 @@
 Latent attention keeps one vector for a token where others keep K and V: its layers lie in pairs,
 the first of a pair where K would lie and the second where V would. KV in 8 bits is kept as bytes;
 its scales are numbers of SGLang's layers, not of the pool.
+
+What SGLang keeps beside it under the same page numbers stays SGLang's: a draft's pool, the keys
+of a sparse attention's index. A lent page is handed out to nobody, so nobody reads or writes there.
 """
 
 from __future__ import annotations
@@ -32,6 +35,19 @@ def is_latent(pool: Any) -> bool:  # noqa: ANN401
     return hasattr(pool, "kv_lora_rank")
 
 
+def pool_of_tokens(pool: Any) -> Any:  # noqa: ANN401
+    """Return the pool that holds KV by token: of a hybrid, that of its attention layers.
+
+    The other layers' state is of requests, not of tokens, and never lent.
+    """
+    return getattr(pool, "full_kv_pool", pool)
+
+
+def bytes_beside(pool: Any) -> int:  # noqa: ANN401
+    """Return the bytes that a pool keeps by token beside its KV: an index of sparse attention."""
+    return sum(buffer.nbytes for buffer in getattr(pool, "index_k_with_scale_buffer", ()))
+
+
 def check_pool(pool: Any) -> None:  # noqa: ANN401
     """Refuse a pool whose layout is not plain KV by token slot. Raises UserError."""
     as_bytes = pool.dtype in _EIGHT_BITS and pool.store_dtype == torch.uint8
@@ -42,7 +58,6 @@ def check_pool(pool: Any) -> None:  # noqa: ANN401
     }
     if is_latent(pool):
         refused |= {
-            "it keeps an index of sparse attention": pool.use_dsa,
             "its layers are sharded": pool.layer_shard_enabled or pool.dcp_replicated,
         }
     else:
@@ -132,7 +147,7 @@ def use_arena(pool: Any, arena: Arena) -> None:  # noqa: ANN401
 
 
 def buffers_of(pool: Any) -> list[torch.Tensor]:  # noqa: ANN401
-    """Return all that a pool keeps, [slots, heads, dim] each."""
+    """Return the KV that a pool keeps, [slots, heads, dim] each."""
     return [*pool.kv_buffer] if is_latent(pool) else [*pool.k_buffer, *pool.v_buffer]
 
 
