@@ -115,6 +115,7 @@ def test_a_wrong_job_is_refused_by_the_server(api, part, value, words):
 
 
 TRAINING = {"maxSteps": 1}
+DPO = {"maxSteps": 1, "method": "dpo"}
 NO_NAMES = (3, {"a": 1}, True, [], "", " ,a")
 VALUES = [
     *({"training": {**TRAINING, "learningRate": n}} for n in (2e-4, "2e-4", 5e-5, 1, "0.10e2")),
@@ -130,6 +131,21 @@ VALUES = [
         for n in (0.5, "1e2", 0, "0")
     ),
     *({"training": {"maxSteps": n}} for n in (1000, 1.5, "1")),
+    *(
+        {"dataset": {"source": "/d", "format": form}, "training": {**TRAINING, **method}, **more}
+        for form in ("preference", "chat")
+        for method in ({"method": "dpo"}, {}, {"dpo": {}})
+        for more in ({}, {"adapter": {"lora": {"bias": "all"}}})
+    ),
+    *(
+        {"dataset": {"source": "/d", "format": "preference"}, "training": {**DPO, **wrong}}
+        for wrong in ({"loss": "all"}, {"dpo": {"beta": 0}}, {"dpo": {"labelSmoothing": 0.6}})
+    ),
+    *(
+        {"dataset": {"source": "/d", "secretRef": {"name": "s"}, "mixture": [{"source": place}]}}
+        for place in ("/m", "s3://b/m", "owner/name", "https://host/m")
+    ),
+    *({"dataset": {"source": "/d", "weight": n}} for n in (0.5, 100, 101, 0, "1")),
     *({"dataset": {"source": "/d", "evalFraction": n}} for n in (5e-05, 0, 0.5, 0.6, "0.1")),
     *({"adapter": {"lora": {"alpha": n}}} for n in (0.5, 16, 0, "16")),
     *({"adapter": {"lora": {"alphaPattern": {"q": n}}}} for n in (0.5, 0)),

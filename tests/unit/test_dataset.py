@@ -552,6 +552,50 @@ JOB = {
 }
 
 
+def test_mixed_sources_come_as_often_as_their_weights_say(tmp_path):
+    for name, count in (("a", 4), ("b", 8), ("c", 2)):
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(f'{{"text": "{name}{i}"}}\n' for i in range(count))
+        )
+    places = [str(tmp_path / f"{name}.jsonl") for name in "abc"]
+
+    def mixed(**spec):
+        further = [{"source": places[1], "weight": 0.25}, {"source": places[2], "weight": 2.5}]
+        return read(places[0], **{"mixture": further, **spec})
+
+    found = texts(mixed())
+    assert found[:4] == ["a0", "a1", "a2", "a3"]
+    assert len(set(found[4:6])) == 2
+    assert all(text[0] == "b" for text in found[4:6])
+    assert found[6:10] == ["c0", "c1"] * 2
+    assert len(found) == 11
+    assert texts(mixed()) == found
+    assert mixed().digest != mixed(weight=2).digest
+    assert len(texts(mixed(weight=2))) == 15
+    held_out = mixed(eval_source=places[1])
+    assert len(held_out.held_out) == 8
+    assert texts(held_out) == found
+    (tmp_path / "c.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="nothing to train on: it holds no row") as caught:
+        mixed()
+    assert caught.value.field == "spec.dataset.mixture[1].source"
+    with pytest.raises(UserError, match=r"gone\.jsonl") as caught:
+        mixed(mixture=[{"source": str(tmp_path / "gone.jsonl")}])
+    assert caught.value.field == "spec.dataset.mixture[0].source"
+
+
+def test_mixed_sources_are_checked_like_the_first():
+    further = [{"source": "s3://bucket/rows", "weight": 0.5}]
+    dataset = {**JOB["dataset"], "mixture": further, "secretRef": {"name": "keys"}}
+    spec = parse_job_spec({**JOB, "dataset": dataset})
+    assert ("dataset.mixture[0].source", "s3://bucket/rows") in spec.dataset.sources
+    for wrong in (0, -1, 101, "much"):
+        with pytest.raises(UserError, match="weight"):
+            parse_job_spec(
+                {**JOB, "dataset": {**dataset, "mixture": [{"source": "/a", "weight": wrong}]}}
+            )
+
+
 def test_rows_to_evaluate_on_come_from_evalsource_and_all_others_are_trained_on(tmp_path):
     source, held_out = tmp_path / "rows.jsonl", tmp_path / "eval.jsonl"
     source.write_text('{"text": "a"}\n{"text": "b"}\n')

@@ -24,6 +24,19 @@ class SecretRef(Record):
 Column = Annotated[str, Field(min_length=1, max_length=NAME_MAX)]
 
 
+_WEIGHT = "How often each of its rows comes in an epoch: 2 is twice, 0.25 a fourth of the rows, "
+Weight = Annotated[float, Field(ge=0.001, le=100)]
+
+
+class MixedSource(Record):
+    """Further rows to train on, and their weight."""
+
+    source: Source = Field(
+        description="A place as in dataset.source, with rows of the same format."
+    )
+    weight: Weight = Field(default=1.0, description=f"{_WEIGHT}which the seed draws.")
+
+
 class DatasetSpec(Record):
     """The rows to train on."""
 
@@ -33,6 +46,8 @@ class DatasetSpec(Record):
                 cel(
                     "!has(self.secretRef) || self.source.matches('^(s3|hf)://') || "
                     "self.source.matches('^[a-zA-Z0-9_.-]+/[a-zA-Z0-9_.-]+$') || "
+                    "(has(self.mixture) && self.mixture.exists(m, "
+                    "m.source.matches('^(s3|hf)://|^[a-zA-Z0-9_.-]+/[a-zA-Z0-9_.-]+$'))) || "
                     "(has(self.evalSource) && (self.evalSource.matches('^(s3|hf)://') || "
                     "self.evalSource.matches('^[a-zA-Z0-9_.-]+/[a-zA-Z0-9_.-]+$')))",
                     "secretRef has a use for s3:// and the Hub only",
@@ -53,6 +68,14 @@ class DatasetSpec(Record):
         "`input`, and `output` (alpaca); completion: rows with `prompt` and `completion`; text: "
         "rows with `text`; preference: rows with `prompt`, `chosen` and `rejected`, as text or as "
         "turns (for training.method dpo).",
+    )
+    weight: Weight = Field(
+        default=1.0, description=f"{_WEIGHT}which the seed draws. Of the rows of source."
+    )
+    mixture: list[MixedSource] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Further places of rows, which are trained on together with those of source.",
     )
     columns: dict[str, Column] = Field(
         default_factory=dict,
@@ -91,7 +114,11 @@ class DatasetSpec(Record):
     @property
     def sources(self) -> tuple[tuple[str, str], ...]:
         """Return the places of rows, each after the name of its field below `spec`."""
-        named = (("dataset.source", self.source), ("dataset.evalSource", self.eval_source))
+        named = (
+            ("dataset.source", self.source),
+            *((f"dataset.mixture[{i}].source", m.source) for i, m in enumerate(self.mixture)),
+            ("dataset.evalSource", self.eval_source),
+        )
         return tuple((field, place) for field, place in named if place is not None)
 
     @property

@@ -187,6 +187,12 @@ class FinetuneJobSpec(Record):
                     "training.method dpo and dataset.format preference go together",
                 ),
                 cel(
+                    "!has(self.training.method) || self.training.method != 'dpo' || "
+                    "!has(self.adapter) || !has(self.adapter.lora) || "
+                    "!has(self.adapter.lora.bias) || self.adapter.lora.bias == 'none'",
+                    "training.method dpo: trained biases stay when the adapter is off",
+                ),
+                cel(
                     "!has(self.checkpoint) || !has(self.checkpoint.resumeFrom) || "
                     "!self.checkpoint.resumeFrom.startsWith('s3://') || "
                     "self.output.destination.startsWith('s3://')",

@@ -18,7 +18,14 @@ from windrow_sidecar.finetune.data.places import find_files
 from windrow_sidecar.finetune.data.records import read_records
 from windrow_sidecar.finetune.data.remote import Credentials
 from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
-from windrow_sidecar.finetune.data.split import PAIR, DataSplit, Example, examples_of, held_out_rows
+from windrow_sidecar.finetune.data.split import (
+    PAIR,
+    DataSplit,
+    Example,
+    examples_of,
+    held_out_rows,
+    weighted,
+)
 from windrow_sidecar.finetune.data.store import StoredRows, TokenFile
 from windrow_sidecar.finetune.data.tokens import RowTokenizer, rows_are
 
@@ -108,20 +115,16 @@ def read_dataset(
     """
     stored = TokenFile() if into is None else into
     rows = _Rows(spec, tokenizer, limits, stored, alive, credentials, access)
-    rows.read(spec.source)
     together = PAIR if spec.format == "preference" else 1
+    rows.read("source", spec.source)
+    ends, weights = [len(stored)], [spec.weight]
+    for number, mixed in enumerate(spec.mixture):
+        rows.read(f"mixture[{number}].source", mixed.source)
+        ends.append(len(stored))
+        weights.append(mixed.weight)
     trained = len(stored)
-    if not trained:
-        rows.wrong.settle()
-        raise _empty("source", redacted(spec.source), rows.wrong.count, rows.wrong.first)
     if spec.eval_source is not None:
-        wrong_before = rows.wrong.count
-        with _about_evaluation():
-            rows.read(spec.eval_source)
-        if len(stored) == trained:
-            rows.wrong.settle()
-            wrong = rows.wrong.count - wrong_before
-            raise _empty("evalSource", redacted(spec.eval_source), wrong, rows.wrong.first)
+        rows.read("evalSource", spec.eval_source)
     rows.wrong.settle()
     if spec.eval_source is None:
         drawn = held_out_rows(trained // together, eval_fraction=spec.eval_fraction, seed=seed)
@@ -132,11 +135,17 @@ def read_dataset(
     notes = (*notes, *_of_unread(rows.unread, spec.format))
     for note in notes:
         log.warning("%s", note)
-    kept = [row for row in range(len(stored)) if row not in held]
-    # Where evaluation rows begin is not in their tokens.
+    kept: list[int] = []
+    for part, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        left = [row for row in range(begin, end, together) if row not in held]
+        if left:
+            kept += weighted(left, weights[part], seed=seed, part=part)
+    # Where evaluation rows begin, and how often rows come, is not in their tokens.
     digest = stored.digest if spec.eval_source is None else f"{stored.digest}/{trained}"
+    if any(weight != 1.0 for weight in weights):
+        digest = f"{digest}/{list(zip(ends, weights, strict=True))}"
     return DataSplit(
-        StoredRows(stored, kept),
+        StoredRows(stored, [row + i for row in kept for i in range(together)]),
         StoredRows(stored, sorted(held)),
         rows.wrong.count,
         tokenizer.cut,
@@ -169,8 +178,20 @@ class _Rows:
         self.notes: list[str] = []
         self.unread: Counter[str] = Counter()
 
-    def read(self, source: str) -> None:
-        """Read, check, tokenize and store the rows of one place."""
+    def read(self, field: str, source: str) -> None:
+        """Read, check, tokenize and store the rows of one place, which a field names.
+
+        Raises:
+            UserError: see `read_dataset`; there is no row to use.
+        """
+        before, wrong = len(self._stored), self.wrong.count
+        with _about(f"spec.dataset.{field}"):
+            self._read(source)
+        if len(self._stored) == before:
+            self.wrong.settle()
+            raise _empty(field, redacted(source), self.wrong.count - wrong, self.wrong.first)
+
+    def _read(self, source: str) -> None:
         spec, note = self._spec, self.notes.append
         for file in find_files(source, spec.split, note, self._credentials, self._access):
             holds_any = False
@@ -193,8 +214,8 @@ class _Rows:
 
 
 @contextmanager
-def _about_evaluation() -> Iterator[None]:
-    """Hold while rows to evaluate on are read: what is wrong with their place names its field."""
+def _about(field: str) -> Iterator[None]:
+    """Hold while the rows of a field are read: what is wrong with their place names the field."""
     try:
         yield
     except UserError as error:
@@ -202,7 +223,7 @@ def _about_evaluation() -> Iterator[None]:
             raise
         raise UserError(
             error.problem,
-            field="spec.dataset.evalSource",
+            field=field,
             remedy=error.remedy,
             reason=error.reason,
         ) from error
@@ -254,7 +275,7 @@ def _empty(field: str, source: str, wrong: int, first: str) -> UserError:
     if wrong:
         why = f"all of its {wrong} rows are wrong (first {first})"
     return UserError(
-        f"{source} has nothing to {'train' if field == 'source' else 'evaluate'} on: {why}",
+        f"{source} has nothing to {'evaluate' if field == 'evalSource' else 'train'} on: {why}",
         field=f"spec.dataset.{field}",
         remedy="Write one JSON object a line.",
         reason=Reason.DATASET_EMPTY,

@@ -126,6 +126,19 @@ def held_out_rows(rows: int, *, eval_fraction: float, seed: int) -> frozenset[in
     return frozenset(random.Random(f"split:{seed}").sample(range(rows), n_held))
 
 
+def weighted(rows: Sequence[int], weight: float, *, seed: int, part: int) -> Sequence[int]:
+    """Return row numbers as often as a weight says; of a fraction, those that the seed draws.
+
+    At least one. `part`: number of their source.
+    """
+    whole, rest = divmod(weight, 1.0)
+    drawn = round(rest * len(rows))
+    if not whole:
+        drawn = max(1, drawn)
+    chosen = random.Random(f"mixture:{seed}:{part}").sample(rows, min(drawn, len(rows)))
+    return [*list(rows) * int(whole), *sorted(chosen)]
+
+
 def split(examples: Sequence[Example], *, eval_fraction: float, seed: int) -> DataSplit:
     """Divide examples that are all in memory; see `held_out_rows`."""
     held = held_out_rows(len(examples), eval_fraction=eval_fraction, seed=seed)
