@@ -19,6 +19,7 @@ from windrow.rows import DatasetRecord, row_of
 from windrow_sidecar.engines.builtin.web.front import load_tokenizer
 from windrow_sidecar.finetune.data import conversation
 from windrow_sidecar.finetune.data.conversation import Conversations
+from windrow_sidecar.finetune.data.tokenizer_files import read_tokenizer
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
 
 FORMS = {
@@ -390,6 +391,12 @@ BEHIND = {
         "{{ 'ASSISTANT: ' if add_generation_prompt else 'ATLAST' }}",
         ["Hello Paris\n", "Hello Rome\n"],
     ),
+    "vLLM's ChatML: an end where another turn follows": (
+        "{% for m in messages %}<|turn|>{{ m.role }} {{ m.content }}"
+        "{% if add_generation_prompt or not loop.last %}</s>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|turn|>assistant {% endif %}",
+        ["Hello Paris</s>", "Hello Rome"],
+    ),
     "GLM: nothing": (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
         + ASKED
@@ -439,6 +446,44 @@ def test_the_models_list_of_ends_counts(tmp_path):
     rows = RowTokenizer(tokenizer, max_length=90)
     rows.example(row_of(DatasetRecord("rows.jsonl:1", turns(FIRST)), "chat"))
     assert list(rows.notes()) == []
+
+
+NAMED = [{"name": "default", "template": "named"}, {"name": "tool_use", "template": "tools"}]
+
+
+@pytest.mark.parametrize(
+    ("own", "older", "files", "expected"),
+    [
+        (None, "older", [], "older"),
+        ("own", "older", [], "own"),
+        ("own", "older", ["preprocessor_config.json"], "older"),
+        ("own", "older", ["processor_config.json"], "older"),
+        ("own", "older", ["processor_config.json", "chat_template.jinja"], "jinja"),
+        ("own", None, ["processor_config.json"], "own"),
+        (None, NAMED, [], {"default": "named", "tool_use": "tools"}),
+    ],
+)
+def test_the_template_is_the_one_that_servers_take(tmp_path, own, older, files, expected):
+    tokenizer = letters()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": own}))
+    for name in files:
+        (tmp_path / name).write_text("jinja" if name.endswith("jinja") else "{}")
+    if older:
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": older}))
+    assert read_tokenizer(tmp_path).chat_template == expected
+
+
+@pytest.mark.parametrize("words", ["{}", "[]", '{"chat_template": ""}', '{"chat_template": [{}]}'])
+def test_a_file_for_a_template_without_one_is_named(tmp_path, words):
+    letters().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / "chat_template.json").write_text(words)
+    (tmp_path / "processor_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"chat_template.json has no `chat_template`"):
+        read_tokenizer(tmp_path)
 
 
 def test_an_answer_of_which_the_template_writes_nothing_is_refused():

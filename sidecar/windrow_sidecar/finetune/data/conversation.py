@@ -173,7 +173,9 @@ class Conversations:
             end = len(answered)
             if i + 1 == len(turns):
                 end = self._end_of_last(row, turns, answered, said)
-            elif not whole.startswith(answered):
+            elif whole.startswith(answered):
+                end += self._stop_at(whole, end, said)
+            else:
                 end = self._end_of_turn(answered, whole, said) or 0
                 if not end:
                     self.rewritten += 1
@@ -217,6 +219,18 @@ class Conversations:
             stopped = behind.index(found) + len(found) if found else len(behind)
         rest = behind[stopped:]
         return said + stopped + len(rest) - len(rest.lstrip())
+
+    def _stop_at(self, whole: str, end: int, said: int) -> int:
+        """Return the length of a stop that a template writes behind a turn once another follows.
+
+        0: none is there, or the turn has its own.
+        """
+        if any(stop in whole[said:end] for stop in self._stops):
+            return 0
+        length = max((len(s) for s in self._stops if whole.startswith(s, end)), default=0)
+        if length:
+            self.unlike_before = self.unlike_before or "ends of earlier turns are learnt"
+        return length
 
     def _outside(self, text: str, at: int) -> int:
         """Return the place in a text, or the begin of the token or word that it would cut."""

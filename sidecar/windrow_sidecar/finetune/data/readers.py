@@ -35,6 +35,7 @@ from windrow_sidecar.finetune.data.remote import NO_CREDENTIALS, Credentials
 from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.data.store import TokenFile
+from windrow_sidecar.finetune.data.tokenizer_files import read_tokenizer
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
 
 log = logging.getLogger(__name__)
@@ -284,13 +285,11 @@ def _read(wanted: RowsWanted, rows: int, said: int) -> None:
 
 def _outcome(wanted: RowsWanted, rows: int, alive: Callable[[], None]) -> Any:  # noqa: ANN401
     """Return (split, its file), or what went wrong in a form that another process can raise."""
-    from transformers import AutoTokenizer
-
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core is all that decode can spare
     stored = TokenFile(os.fdopen(rows, "r+b"))
     try:
         tokenizer = RowTokenizer(
-            AutoTokenizer.from_pretrained(wanted.tokenizer, trust_remote_code=False),
+            read_tokenizer(wanted.tokenizer),
             max_length=wanted.max_length,
             learn_all=wanted.learn_all,
             now=wanted.begun,

@@ -35,6 +35,7 @@ from windrow_sidecar.engines.weight_files import (
 )
 from windrow_sidecar.engines.weight_formats import PLAIN_REMEDY, weight_format
 from windrow_sidecar.finetune.data.remote import answers_later, is_of_client
+from windrow_sidecar.finetune.data.tokenizer_files import read_tokenizer
 from windrow_sidecar.finetune.model.coded import CodedTensor, read_coded, stack_experts
 from windrow_sidecar.finetune.model.overlay import build_over
 from windrow_sidecar.finetune.model.precision import WeightForm, keep_differentiable
@@ -216,7 +217,7 @@ def load_base(
             build without code of the model's own, a checkpoint that cannot be read, or one too
             large for this machine.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -224,7 +225,7 @@ def load_base(
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     _check_kind(directory, config)
     with _told_as_unusable(f"the tokenizer in {directory}", TOKENIZER_REMEDY):
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = read_tokenizer(directory)
     form, device = form or WeightForm(), device or HostDevice()
     frozen: FrozenLayers | None = None
     if random_weights is not None:
