@@ -112,7 +112,8 @@ class Relay:
             data = b""
         if not data:
             for each in (source, sink):
-                with contextlib.suppress(KeyError):
+                # Both ends may have closed at once, and the other one was taken out before.
+                with contextlib.suppress(KeyError, ValueError):
                     self._selector.unregister(each)
                 each.close()
 
