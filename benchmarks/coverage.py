@@ -32,6 +32,22 @@ _ALIASES = {
     "expert_parallel_size": "ep_size",
 }
 _PARALLEL = {"tp_size": 1, "dp_size": 1, "pp_size": 1, "enable_dp_attention": False}
+# Weights as recipes name them, for which there is a codec (experts too), or which are plain.
+_CODED = (
+    *(
+        "",
+        "none",
+        "bf16",
+        "fp16",
+        "fp8",
+        "modelopt",
+        "modelopt_fp8",
+        "fp4",
+        "nvfp4",
+        "modelopt_fp4",
+    ),
+    *("mxfp4", "compressed-tensors"),
+)
 # By what a model's name says, the first that fits: its KV pool, or "" where that is not lent.
 _POOLS: tuple[tuple[str, str], ...] = (
     (r"deepseek-?v4|dsv4", ""),
@@ -110,8 +126,8 @@ def refusal(name: str, precision: str, said: Mapping[str, Any], *, parallel: boo
     sparse = options.get("dsa_decode_backend") or options.get("nsa_decode_backend")
     if pool == "indexed" and "fp8" in str(line["kv_cache_dtype"]) and sparse != "trtllm":
         return "sparse attention's KV with scales between its vectors"
-    four_bits = "4" in precision or "fp4" in str(options.get("quantization"))
-    return "weights in 4 bits (experts)" if four_bits and pool != "heads" else ""
+    coded = str(options.get("quantization") or precision).lower()
+    return "" if coded in _CODED else f"weights in {coded}"
 
 
 def main() -> int:

@@ -60,7 +60,7 @@ def over_codes(folder, name, architecture="Llama", **sizes):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_gradients_over_codes_equal_those_of_peft_over_their_numbers(tmp_path, name):
-    base, plain = over_codes(tmp_path, name)
+    base, plain = over_codes(tmp_path, name, **SIZES, num_hidden_layers=1)
     theirs = pefts_gradients(tuned_model(plain, small_spec()), small_rows())
     tuned = tuned_model(base.model, small_spec())
     cut = Cut(Windows(7), max_tokens=64)
@@ -115,6 +115,7 @@ MIXTURES = {
         ("Mixtral", "fp8 in blocks"),
         ("Qwen3Moe", "fp8 by tensor (ModelOpt)"),
         ("DeepseekV2", "fp8 in blocks"),
+        ("DeepseekV2", "nvfp4 (ModelOpt)"),
         ("GptOss", "mxfp4 (GPT-OSS)"),
     ],
 )
@@ -144,8 +145,8 @@ def test_experts_that_are_incomplete_or_do_not_lie_in_one_tensor_are_refused(tmp
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"experts\.2 has no up_proj or w3 that is codes"):
         load_base(folder)
-    recode(plain, tmp_path / "other", tmp_path / "more", "nvfp4 (ModelOpt)")
-    with pytest.raises(UserError, match="experts in nvfp4-factor have no codec here"):
+    recode(plain, tmp_path / "other", tmp_path / "more", "gptq")
+    with pytest.raises(UserError, match="experts in gptq have no codec here"):
         load_base(tmp_path / "other")
 
 
@@ -292,9 +293,9 @@ COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
         (
             saying(
                 **COMPRESSED,
-                config_groups={"group_0": {"weights": {"num_bits": 4, "type": "int"}}},
+                config_groups={"group_0": {"weights": {"num_bits": 8, "type": "int"}}},
             ),
-            "the format pack-quantized (int of 4 bits) of compressed-tensors has no codec here",
+            "the format pack-quantized (int of 8 bits) of compressed-tensors has no codec here",
         ),
         (
             saying(quant_method="modelopt", quant_algo="W4A16_AWQ"),
@@ -320,6 +321,50 @@ def test_a_checkpoint_that_cannot_be_computed_with_is_refused_by_name(
         load_base(folder)
     assert words in refused.value.problem
     assert (refused.value.field, refused.value.reason) == ("spec.model.name", "ModelUnsupported")
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "change", "words"),
+    [
+        ("gptq", {"bits": 3}, {}, "a scheme of 3 bits of gptq has no codec here"),
+        ("gptq", {"checkpoint_format": "marlin"}, {}, "the layout marlin of gptq has no codec"),
+        ("gptq", {"dynamic": {"-:.*down.*": {}}}, {}, "differs by module (dynamic) of gptq has no"),
+        ("gptq", {"group_size": 24}, {}, "groups of 24 do not divide rows of 32"),
+        ("gptq", {"group_size": 32}, {}, "x.qzeros has shape [2, 2], by config.json it has [1, 2]"),
+        ("gptq", {}, {"x.scales": None}, "x.weight is stored by gptq and has no x.scales"),
+        ("gptq", {}, {"x.scales": torch.ones(2, 16).int()}, "x.scales is stored as I32, gptq has"),
+        ("gptq with desc_act", {}, {"x.g_idx": None}, "x.weight is stored by gptq and has no x.g_"),
+        ("awq", {"version": "gemv"}, {}, "the layout gemv of awq has no codec here"),
+        ("awq", {"zero_point": False}, {}, "a scheme without zero points of awq has no codec"),
+        ("awq", {}, {"x.qzeros": torch.ones(2, 16).int()}, "x.qzeros has shape [2, 16], by config"),
+        (
+            "int4 (compressed-tensors)",
+            {
+                "config_groups": {
+                    "g": {"weights": {"type": "int", "num_bits": 4, "symmetric": False}}
+                }
+            },
+            {},
+            "pack-quantized with zero points of compressed-tensors has no codec here",
+        ),
+        (
+            "int4 (compressed-tensors)",
+            {},
+            {"x.weight_g_idx": torch.zeros(32).int()},
+            "x.weight, whose groups are in an order of its own, of compressed-tensors has no codec",
+        ),
+    ],
+)
+def test_whole_numbers_of_another_layout_are_refused_by_name(tmp_path, name, stated, change, words):
+    said, encode = FORMATS[name]
+    parts, _ = encode(torch.randn(16, 32, generator=torch.Generator().manual_seed(1)))
+    tensors = {f"x.{part}": tensor.contiguous() for part, tensor in parts.items()} | change
+    kept = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    save_file(kept, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {**said, **stated}}))
+    with pytest.raises(UserError) as refused:
+        weight_format(tmp_path)
+    assert words in refused.value.problem
 
 
 def test_every_codec_has_a_format_whose_gradients_are_compared(tmp_path):

@@ -322,8 +322,8 @@ BROKEN = {
         r"config\.json says T5ForConditionalGeneration, which is not a decoder-only language model",
     ),
     "a library that is not here": (
-        lambda at: configure(at, quantization_config={"quant_method": "gptq", "bits": 4}),
-        r"cannot be loaded: ImportError: .*optimum.* spec\.model\.quantization quantises them",
+        lambda at: configure(at, quantization_config={"quant_method": "aqlm"}),
+        r"cannot be loaded: ImportError: .*aqlm.* spec\.model\.quantization quantises them",
     ),
     "no tokenizer": (
         lambda at: [file.unlink() for file in at.glob("token*")],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,82 @@ def of_compressed(weight: Tensor) -> Stored:
     }, numbers
 
 
+def in_words(codes: Tensor, places: Sequence[int] = range(8)) -> Tensor:
+    """Eight codes of four bits a word along the last dimension; `places`: which come where."""
+    of = codes.to(torch.int64).unflatten(-1, (-1, 8))
+    words = sum(of[..., column] << 4 * place for place, column in enumerate(places))
+    return torch.as_tensor(words).to(torch.int32)
+
+
+def from_a_zero(weight: Tensor, group_of: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(codes [out, in], zeros and scales [groups, out], float64 weight), 0 to 15 about a zero.
+
+    `group_of`: each column's group. The first row has a zero of 0.
+    """
+    codes, numbers = torch.zeros_like(weight), torch.zeros_like(weight, dtype=torch.float64)
+    zeros, scales = [], []
+    for group in range(int(group_of.max()) + 1):
+        at = group_of == group
+        low, high = weight[:, at].amin(1).clamp(max=0), weight[:, at].amax(1).clamp(min=0)
+        low[0] = 0.0
+        scale = ((high - low) / 15).clamp(2**-10).half()
+        zero = (-low / scale.float()).round()
+        of = (weight[:, at] / scale.float()[:, None] + zero[:, None]).round().clamp(0, 15)
+        codes[:, at], numbers[:, at] = of, (of - zero[:, None]).double() * scale.double()[:, None]
+        zeros.append(zero)
+        scales.append(scale)
+    return codes, torch.stack(zeros), torch.stack(scales), numbers
+
+
+def of_gptq(weight: Tensor, *, ordered: bool = False) -> Stored:
+    """AutoGPTQ: words down the columns of a transposed weight, zeros less one."""
+    columns = torch.arange(weight.shape[1])
+    if ordered:  # by how much each counts for the loss: any order
+        columns = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(5))
+    codes, zeros, scales, numbers = from_a_zero(weight, columns // 16)
+    return {
+        "qweight": in_words(codes).t(),
+        "qzeros": in_words((zeros.int() - 1) & 15),
+        "scales": scales,
+        "g_idx": (columns // 16).to(torch.int32),
+    }, numbers
+
+
+def of_gptq_ordered(weight: Tensor) -> Stored:
+    """AutoGPTQ with `desc_act`."""
+    return of_gptq(weight, ordered=True)
+
+
+def of_awq(weight: Tensor) -> Stored:
+    """AutoAWQ: words along the rows of a transposed weight, in the order of its kernel."""
+    codes, zeros, scales, numbers = from_a_zero(weight, torch.arange(weight.shape[1]) // 16)
+    places = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {
+        "qweight": in_words(codes.t(), places),
+        "qzeros": in_words(zeros, places),
+        "scales": scales,
+    }, numbers
+
+
+def of_whole_numbers(weight: Tensor) -> Stored:
+    """compressed-tensors: four bits about 8, a scale for 16 of a row."""
+    scales = (weight.unflatten(1, (-1, 16)).abs().amax(-1) / 7).half()
+    each = _grid(scales.double(), *weight.shape, (1, 16))
+    codes = (weight.double() / each).round().clamp(-8, 7)
+    return {
+        "weight_packed": in_words(codes + 8),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }, codes * each
+
+
+def of_bytes(weight: Tensor) -> Stored:
+    """compressed-tensors: eight bits, a scale for a row."""
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    codes = (weight.double() / scales.double()).round().clamp(-127, 127)
+    return {"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales.double()
+
+
 def _group(**weights: Any) -> dict[str, Any]:
     return {"group_0": {"targets": ["Linear"], "weights": weights}}
 
@@ -157,6 +233,31 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Stored]]] = {
             "config_groups": _group(num_bits=4, type="float", strategy="tensor_group"),
         },
         of_compressed,
+    ),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}, of_gptq),
+    "gptq with desc_act": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True},
+        of_gptq_ordered,
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"},
+        of_awq,
+    ),
+    "int4 (compressed-tensors)": (
+        {
+            **_COMPRESSED,
+            "format": "pack-quantized",
+            "config_groups": _group(num_bits=4, type="int", strategy="group", group_size=16),
+        },
+        of_whole_numbers,
+    ),
+    "int8 (compressed-tensors)": (
+        {
+            **_COMPRESSED,
+            "format": "int-quantized",
+            "config_groups": _group(num_bits=8, type="int", strategy="channel"),
+        },
+        of_bytes,
     ),
 }
 

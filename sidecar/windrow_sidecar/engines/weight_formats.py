@@ -1,25 +1,25 @@
 """Read from a checkpoint's config.json and headers which weights are codes, and of which codec.
 
 A codec's weight is several tensors: codes, and what they are multiplied by. Methods and names are
-those of https://huggingface.co/docs/transformers/quantization (fp8, mxfp4), of compressed-tensors
-and of NVIDIA's ModelOpt. No tensor is read; knows no torch.
+those of https://huggingface.co/docs/transformers/quantization (fp8, mxfp4, gptq, awq), of
+compressed-tensors and of NVIDIA's ModelOpt. No tensor is read; knows no torch.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from windrow.errors import UserError
 from windrow_sidecar.engines.weight_files import MODEL_FIELD, read_header, unusable, weight_files
 
 # Of tensors that belong to a coded layer, and of which the weight does not consist.
-_BESIDE = ("input_scale", "k_scale", "v_scale", "weight_shape", "input_global_scale")
+_BESIDE = ("input_scale", "k_scale", "v_scale", "weight_shape", "input_global_scale", "g_idx")
 _FLOATS = ("F32", "BF16", "F16")
 CONFIG_REMEDY = "Use the config.json that belongs to these weights."
 PLAIN_REMEDY = "Use the model's plain weights; spec.model.quantization quantises them."
@@ -28,23 +28,32 @@ _MODELOPT_FILE = "hf_quant_config.json"
 Tensors = Mapping[str, Mapping[str, Any]]  # by name: dtype and shape, as headers have them
 
 
+Part = TypeVar("Part")
+
+
 @dataclass(frozen=True, slots=True)
-class Coding:
-    """Coding in which one weight is stored.
+class Coded(Generic[Part]):
+    """A weight that is codes.
 
     Attributes:
         codec: its name.
         shape: of the weight that the codes stand for: [out, in], or [experts, out, in].
         group: rows and columns that share a scale.
-        parts: the tensor of the checkpoint for each part that the codec has.
+        parts: as the codec names them.
         is_transposed: whether the model has the last two dimensions the other way round.
     """
 
     codec: str
     shape: tuple[int, ...]
     group: tuple[int, int]
-    parts: Mapping[str, str]
+    parts: Mapping[str, Part]
     is_transposed: bool = False
+
+
+class Coding(Coded[str]):
+    """Coding in which one weight is stored: its parts are names of the checkpoint's tensors."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +241,16 @@ def _compressed(at: _Checkpoint) -> Iterator[tuple[str, Coding]]:
             yield from _nvfp4(at, "weight_packed", "weight_global_scale", "divisor")
         elif name == "mxfp4-pack-quantized":
             yield from _packed_mxfp4(at)
+        elif name == "int-quantized" and all(
+            (w.get("type"), w.get("num_bits"), w.get("strategy")) == ("int", 8, "channel")
+            and w.get("symmetric", True)
+            for w in of
+        ):
+            yield from _eight_bits(at, None, ("channel",), codec="int8")
+        elif name == "pack-quantized" and all(
+            (w.get("type"), w.get("num_bits")) == ("int", 4) for w in of
+        ):
+            yield from _packed_int4(at, of)
         else:
             bits = ", ".join(sorted({f"{w.get('type')} of {w.get('num_bits')} bits" for w in of}))
             raise at.no_codec(f"the format {name} ({bits})")
@@ -242,12 +261,15 @@ def _format_of(at: _Checkpoint, group: Mapping[str, Any]) -> str:
 
 
 def _eight_bits(
-    at: _Checkpoint, block: tuple[int, ...] | None, others: tuple[str, ...]
+    at: _Checkpoint,
+    block: tuple[int, ...] | None,
+    others: tuple[str, ...],
+    codec: str = "fp8",
 ) -> Iterator[tuple[str, Coding]]:
-    """Weights of E4M3; `others`: strategies of scales beside that of blocks."""
+    """Weights of E4M3, or of int8; `others`: strategies of scales beside that of blocks."""
     for module, _ in at.named("weight", ("F8_E5M2",)):
         raise at.no_codec(f"{module}.weight in E5M2")
-    for module, shape in at.named("weight", ("F8_E4M3",)):
+    for module, shape in at.named("weight", ("F8_E4M3",) if codec == "fp8" else ("I8",)):
         if len(shape) != 2:
             raise at.refused(f"{module}.weight has shape {list(shape)}, which is not a matrix")
         weight = f"{module}.weight"
@@ -255,7 +277,7 @@ def _eight_bits(
         allowed = _grids(shape, block, others)
         found = at.check(scales, _SCALES, *allowed)
         group = allowed[found]
-        yield weight, Coding("fp8", shape, group, {"codes": weight, "scales": scales})
+        yield weight, Coding(codec, shape, group, {"codes": weight, "scales": scales})
 
 
 def _scale_names(weight: str, block: tuple[int, ...] | None) -> tuple[str, str]:
@@ -301,6 +323,84 @@ def _packed_mxfp4(at: _Checkpoint) -> Iterator[tuple[str, Coding]]:
         yield weight, Coding("mxfp4", (rows, columns), (1, 32), parts)
 
 
+def _packed_int4(
+    at: _Checkpoint, groups: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, Coding]]:
+    """Eight codes of a row a word, about a zero of 8, and a scale for each group of a row."""
+    if not all(w.get("symmetric", True) for w in groups):
+        raise at.no_codec("the format pack-quantized with zero points")
+    for module, _ in at.named("weight_g_idx", ("I32", "I64")):
+        raise at.no_codec(f"{module}.weight, whose groups are in an order of its own,")
+    sizes = {w.get("group_size") or -1 for w in groups}
+    for module, (rows, words) in _matrices(at, "weight_packed", ("I32",)):
+        weight, columns = f"{module}.weight", 8 * words
+        scales = at.part(weight, f"{module}.weight_scale")
+        shapes = {(rows, _groups(at, size, columns)): size for size in sizes}
+        found = at.check(scales, _FLOATS, *shapes)
+        parts = {"codes": f"{module}.weight_packed", "scales": scales}
+        yield weight, Coding("int4", (rows, columns), (1, columns // found[1]), parts)
+
+
+def _gptq(at: _Checkpoint) -> Iterator[tuple[str, Coding]]:
+    """AutoGPTQ's and GPTQModel's four bits, [in / 8, out], as both write them."""
+    if (layout := at.stated.get("checkpoint_format") or "gptq") != "gptq":
+        raise at.no_codec(f"the layout {layout}")
+    if at.stated.get("dynamic"):
+        raise at.no_codec("a scheme that differs by module (dynamic)")
+    ordered = bool(at.stated.get("desc_act"))
+    for module, (words, rows) in _of_four_bits(at):
+        weight, columns = f"{module}.weight", 8 * words
+        parts = _zeros_and_scales(at, module, rows, columns)
+        if ordered:
+            parts["order"] = at.part(weight, f"{module}.g_idx")
+            at.check(parts["order"], ("I32",), (columns,))
+        codec, size = "gptq-ordered" if ordered else "gptq", _group_size(at, columns)
+        yield weight, Coding(codec, (rows, columns), (1, size), parts)
+
+
+def _awq(at: _Checkpoint) -> Iterator[tuple[str, Coding]]:
+    """AutoAWQ's four bits, [in, out / 8], as its GEMM has them."""
+    if (layout := str(at.stated.get("version") or "gemm").lower()) != "gemm":
+        raise at.no_codec(f"the layout {layout}")
+    if not at.stated.get("zero_point", True):
+        raise at.no_codec("a scheme without zero points")
+    for module, (columns, words) in _of_four_bits(at):
+        rows = 8 * words
+        parts = _zeros_and_scales(at, module, rows, columns)
+        shape, group = (rows, columns), (1, _group_size(at, columns))
+        yield f"{module}.weight", Coding("awq", shape, group, parts)
+
+
+def _of_four_bits(at: _Checkpoint) -> Iterator[tuple[str, tuple[int, int]]]:
+    bits = at.stated.get("bits", at.stated.get("w_bit", 4))
+    if bits != 4:
+        raise at.no_codec(f"a scheme of {bits} bits")
+    yield from _matrices(at, "qweight", ("I32",))
+
+
+def _zeros_and_scales(at: _Checkpoint, module: str, rows: int, columns: int) -> dict[str, str]:
+    """Return the parts of a weight that GPTQ or AWQ has packed, by their name."""
+    weight, groups = f"{module}.weight", _groups(at, _group_size(at, columns), columns)
+    zeros = at.part(weight, f"{module}.qzeros")
+    at.check(zeros, ("I32",), (groups, rows // 8))
+    scales = at.part(weight, f"{module}.scales")
+    at.check(scales, _FLOATS, (groups, rows))
+    return {"codes": f"{module}.qweight", "zeros": zeros, "scales": scales}
+
+
+def _group_size(at: _Checkpoint, columns: int) -> int:
+    size = at.stated.get("group_size", at.stated.get("q_group_size", 128))
+    return columns if size == -1 else int(size)
+
+
+def _groups(at: _Checkpoint, size: int, columns: int) -> int:
+    """Return how many groups a row has. Raises UserError: they do not divide it."""
+    size = columns if size == -1 else size
+    if size < 1 or columns % size:
+        raise at.refused(f"groups of {size} do not divide rows of {columns}")
+    return columns // size
+
+
 def _mxfp4(at: _Checkpoint) -> Iterator[tuple[str, Coding]]:
     """GPT-OSS: experts in one tensor, 16 bytes of codes for each scale."""
     for name, tensor in at.tensors.items():
@@ -333,4 +433,6 @@ _READERS: dict[str, Reader] = {
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,
+    "gptq": _gptq,
+    "awq": _awq,
 }

@@ -16,7 +16,11 @@ from torch import Tensor
 _PIECE = 1 << 20
 # The values of E2M1 by their four bits: sign, two of exponent, one of mantissa.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E8M0_BIAS = 127
+
+# Columns whose codes AWQ keeps in the eight places of a word, lowest bits first.
+_AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
+# Numbers whose scales are gathered at a time, where columns of a group do not lie together.
+_GATHERED = 1 << 24
 
 Decode = Callable[[Sequence[Tensor], Tensor, tuple[int, int]], None]
 """Of parts, into [rows, columns], with the rows and columns that share a scale."""
@@ -55,13 +59,66 @@ def _mxfp4(parts: Sequence[Tensor], out: Tensor, group: tuple[int, int]) -> None
 def _nvfp4_factor(parts: Sequence[Tensor], out: Tensor, group: tuple[int, int]) -> None:
     codes, scales, factor = parts
     _unpack(codes, out)
-    _scale(out, _wide(scales, out) * _wide(factor, out).reshape(()), group)
+    _scale(out, _wide(scales, out) * _by_row(_wide(factor, out)), group)
 
 
 def _nvfp4_divisor(parts: Sequence[Tensor], out: Tensor, group: tuple[int, int]) -> None:
     codes, scales, divisor = parts
     _unpack(codes, out)
-    _scale(out, _wide(scales, out) / _wide(divisor, out).reshape(()), group)
+    _scale(out, _wide(scales, out) / _by_row(_wide(divisor, out)), group)
+
+
+def _int8(parts: Sequence[Tensor], out: Tensor, group: tuple[int, int]) -> None:
+    codes, scales = parts
+    numbers = codes.view(torch.int8)
+    for rows in _bands(out, group[0]):
+        out[rows].copy_(numbers[rows])
+    _scale(out, _wide(_numbers(scales), out), group)
+
+
+def _int4(parts: Sequence[Tensor], out: Tensor, group: tuple[int, int]) -> None:
+    """Read compressed-tensors' codes: eight columns a word, the lowest bits first, 8 for zero."""
+    codes, scales = parts
+    words = codes.view(torch.int32)
+    for rows in _bands(out, 1):
+        for place in range(8):
+            out[rows, place::8] = ((words[rows] >> 4 * place & 0xF) - 8).to(out.dtype)
+    _scale(out, _wide(scales, out), group)
+
+
+def _gptq(parts: Sequence[Tensor], out: Tensor, group: tuple[int, int]) -> None:
+    """Read GPTQ's codes: the weight lies transposed, and zeros are one less than they are."""
+    codes, zeros, scales = parts
+    _unpack_gptq(codes, out)
+    _each(out, _gptq_zeros(zeros, out), group, Tensor.sub_)
+    _scale(out, _wide(scales.t(), out), group)
+
+
+def _gptq_ordered(parts: Sequence[Tensor], out: Tensor, group: tuple[int, int]) -> None:
+    """Read GPTQ's codes where each column says of which group it is (`desc_act`)."""
+    del group
+    codes, zeros, scales, order = parts
+    _unpack_gptq(codes, out)
+    less, grid = _gptq_zeros(zeros, out), _wide(scales.t(), out)
+    step = max(1, _GATHERED // out.shape[1])
+    for begin in range(0, out.shape[0], step):
+        rows = slice(begin, begin + step)
+        out[rows].sub_(less[rows][:, order]).mul_(grid[rows][:, order])
+
+
+def _awq(parts: Sequence[Tensor], out: Tensor, group: tuple[int, int]) -> None:
+    """Read AWQ's codes (GEMM): the weight lies transposed, eight rows of it a word."""
+    codes, zeros, scales = parts
+    words = codes.view(torch.int32)
+    for rows in _bands(out, 8):
+        of = words[:, rows.start // 8 : rows.stop // 8]
+        for place, row in enumerate(_AWQ_PLACES):
+            out[rows][row::8] = (of >> 4 * place & 0xF).t().to(out.dtype)
+    less = torch.empty(out.shape[0], zeros.shape[0], dtype=out.dtype, device=out.device)
+    for place, row in enumerate(_AWQ_PLACES):
+        less[row::8] = (zeros >> 4 * place & 0xF).t().to(out.dtype)
+    _each(out, less, group, Tensor.sub_)
+    _scale(out, _wide(scales.t(), out), group)
 
 
 CODECS = {
@@ -71,6 +128,11 @@ CODECS = {
         WeightCodec("mxfp4", ("codes", "scales"), _mxfp4),
         WeightCodec("nvfp4-factor", ("codes", "scales", "factor"), _nvfp4_factor),
         WeightCodec("nvfp4-divisor", ("codes", "scales", "divisor"), _nvfp4_divisor),
+        WeightCodec("int8", ("codes", "scales"), _int8),
+        WeightCodec("int4", ("codes", "scales"), _int4),
+        WeightCodec("gptq", ("codes", "zeros", "scales"), _gptq),
+        WeightCodec("gptq-ordered", ("codes", "zeros", "scales", "order"), _gptq_ordered),
+        WeightCodec("awq", ("codes", "zeros", "scales"), _awq),
     )
 }
 
@@ -93,6 +155,27 @@ def _wide(scales: Tensor, out: Tensor) -> Tensor:
     return scales.to(torch.promote_types(torch.float32, out.dtype))
 
 
+def _by_row(factor: Tensor) -> Tensor:
+    """Return a number for the whole weight, or one for each of its rows, to multiply scales by."""
+    return factor.reshape(()) if factor.numel() == 1 else factor.reshape(-1, 1)
+
+
+def _unpack_gptq(codes: Tensor, out: Tensor) -> None:
+    """Write codes of four bits, of which a word has eight columns of a row of `out`."""
+    words = codes.view(torch.int32)
+    for rows in _bands(out, 1):
+        for place in range(8):
+            out[rows, place::8] = (words[:, rows] >> 4 * place & 0xF).t().to(out.dtype)
+
+
+def _gptq_zeros(zeros: Tensor, out: Tensor) -> Tensor:
+    """Return what is taken off each group's codes, [rows of `out`, groups]."""
+    found = torch.empty(out.shape[0], zeros.shape[0], dtype=out.dtype, device=out.device)
+    for place in range(8):
+        found[place::8] = ((zeros >> 4 * place) + 1 & 0xF).t().to(out.dtype)
+    return found
+
+
 def _unpack(codes: Tensor, out: Tensor) -> None:
     """Write the numbers of E2M1 codes, two a byte, the lower four bits first."""
     values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=out.dtype).to(out.device)
@@ -105,9 +188,16 @@ def _unpack(codes: Tensor, out: Tensor) -> None:
 
 def _scale(out: Tensor, grid: Tensor, group: tuple[int, int]) -> None:
     """Multiply `out` [rows, columns] by a scale for each group, the last of which may be short."""
+    _each(out, grid, group, Tensor.mul_)
+
+
+def _each(
+    out: Tensor, grid: Tensor, group: tuple[int, int], change: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Change `out` [rows, columns] in place by a number for each group."""
     if grid.dim() == 0:
         for rows in _bands(out, 1):
-            out[rows].mul_(grid.expand(1, 1))  # of a dimension: a bare number would be cast first
+            change(out[rows], grid.expand(1, 1))  # a bare number would be cast first
         return
     high, wide = group
     whole = out.shape[1] // wide * wide
@@ -116,9 +206,9 @@ def _scale(out: Tensor, grid: Tensor, group: tuple[int, int]) -> None:
         each = band.repeat_interleave(high, 0)[: rows.stop - rows.start] if high > 1 else band
         if whole:
             blocks = out[rows, :whole].view(-1, whole // wide, wide)
-            blocks.mul_(each[:, : whole // wide, None])
+            change(blocks, each[:, : whole // wide, None])
         if whole < out.shape[1]:
-            out[rows, whole:].mul_(each[:, whole // wide :])
+            change(out[rows, whole:], each[:, whole // wide :])
 
 
 def _bands(out: Tensor, high: int) -> list[slice]:

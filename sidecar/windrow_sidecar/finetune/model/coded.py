@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from windrow_sidecar.engines.weight_files import unusable
-from windrow_sidecar.engines.weight_formats import PLAIN_REMEDY, Coding
+from windrow_sidecar.engines.weight_formats import PLAIN_REMEDY, Coded, Coding
 from windrow_sidecar.finetune.model.codecs import CODECS
 from windrow_sidecar.finetune.offload.tensor_files import Stored, read
 
@@ -27,27 +26,18 @@ _OF_EXPERTS = {
     "down_proj": (("down_proj", "w2"),),
 }
 _EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight$")
+# Codecs whose parts lie in rows of the weight, so that weights can lie below each other; and the
+# parts of which there is one number for a weight.
+_BY_ROWS = ("fp8", "mxfp4", "nvfp4-factor", "nvfp4-divisor", "int8", "int4")
+_OF_ALL_ROWS = ("factor", "divisor")
 # Of one weight at a time; for each device and type, as large as the largest weight so far.
 _buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class CodedTensor:
-    """A weight that is codes.
+class CodedTensor(Coded[Tensor]):
+    """A weight that is codes, in memory: parts are [...] each, [experts, ...] where it has them."""
 
-    Attributes:
-        codec: its name in `CODECS`.
-        shape: of the weight: [out, in], or [experts, out, in].
-        group: rows and columns that share a scale.
-        parts: as the codec names them, [...] each; of experts, with these as first dimension.
-        is_transposed: whether the model has the last two dimensions the other way round.
-    """
-
-    codec: str
-    shape: tuple[int, ...]
-    group: tuple[int, int]
-    parts: Mapping[str, Tensor]
-    is_transposed: bool = False
+    __slots__ = ()
 
     @property
     def n_bytes(self) -> int:
@@ -118,32 +108,32 @@ def _stacked(experts: Sequence[Sequence[CodedTensor]], where: str) -> CodedTenso
     high, wide = first.group
     heights = [part.shape[0] for part in experts[0]]
     by_row = first.parts["scales"].dim() < 2 or first.parts["scales"].numel() == 1
-    if "scales" not in first.parts or len(first.parts) > 2:
+    if first.codec not in _BY_ROWS:
         raise unusable(f"{where}: experts in {first.codec} have no codec here", PLAIN_REMEDY)
     if not by_row and any(height % high for height in heights[:-1]):
         raise unusable(
             f"{where}: blocks of {high} rows do not divide the {heights[0]} of an expert",
             PLAIN_REMEDY,
         )
-    codes, scales = [], []
+    of_all: dict[str, list[Tensor]] = {part: [] for part in first.parts}
     for of in experts:
         if [(p.codec, p.shape, p.group) for p in of] != [
             (p.codec, p.shape, p.group) for p in experts[0]
         ]:
             raise unusable(f"{where}: experts differ in shape or in how they are stored")
-        codes.append(torch.cat([part.parts["codes"] for part in of]))
-        grids = [part.parts["scales"] for part in of]
-        if by_row:
-            grids = [
-                grid.reshape(-1, 1).expand(height, 1)
-                for grid, height in zip(grids, heights, strict=True)
-            ]
-        scales.append(torch.cat(grids))
+        for name, stacks in of_all.items():
+            parts = [part.parts[name] for part in of]
+            if name in _OF_ALL_ROWS or (by_row and name == "scales"):
+                parts = [
+                    part.reshape(-1, 1).expand(height, 1)
+                    for part, height in zip(parts, heights, strict=True)
+                ]
+            stacks.append(torch.cat(parts))
     return CodedTensor(
         first.codec,
         (len(experts), sum(heights), first.shape[1]),
         (1, first.shape[1]) if by_row else (high, wide),
-        {"codes": torch.stack(codes), "scales": torch.stack(scales)},
+        {name: torch.stack(stacks) for name, stacks in of_all.items()},
     )
 
 

@@ -25,6 +25,7 @@ _DTYPES = {
 # Of codes, and of scales that are not plain numbers.
 _CODES = {
     "U8": torch.uint8,
+    "I8": torch.int8,
     "I32": torch.int32,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
