@@ -87,7 +87,7 @@ def _int4(parts: Sequence[Tensor], out: Tensor, group: tuple[int, int]) -> None:
 
 
 def _gptq(parts: Sequence[Tensor], out: Tensor, group: tuple[int, int]) -> None:
-    """Read GPTQ's codes: the weight lies transposed, and zeros are one less than they are."""
+    """Read GPTQ's codes, of a transposed weight; its zeros are stored less one."""
     codes, zeros, scales = parts
     _unpack_gptq(codes, out)
     _each(out, _gptq_zeros(zeros, out), group, Tensor.sub_)
@@ -107,7 +107,7 @@ def _gptq_ordered(parts: Sequence[Tensor], out: Tensor, group: tuple[int, int]) 
 
 
 def _awq(parts: Sequence[Tensor], out: Tensor, group: tuple[int, int]) -> None:
-    """Read AWQ's codes (GEMM): the weight lies transposed, eight rows of it a word."""
+    """Read AWQ's codes (GEMM), of a transposed weight: a word has eight rows."""
     codes, zeros, scales = parts
     words = codes.view(torch.int32)
     for rows in _bands(out, 8):
