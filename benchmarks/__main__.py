@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-LIBRARIES = {"__main__", "harness", "partition", "shapes"}  # nothing to run in them
+# Nothing to run in them.
+LIBRARIES = {"__main__", "harness", "host_arms", "partition", "shapes", "torch_shim"}
 BY_HAND = {"harvest", "coverage"}  # takes hours; asks for checkouts
 
 

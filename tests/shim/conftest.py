@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.torch_shim import NotBuilt, build_shim, environment_of
+
 HERE = Path(__file__).parent
-PACKAGES = Path(sysconfig.get_path("purelib"))
-FLAGS = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +27,7 @@ class Shim:
         if computes:
             more = {"PYTHONPATH": str(HERE / "site"), **more}
         without = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        return without | {
-            "LD_PRELOAD": str(self.folder / "cudart.so"),
-            "LD_LIBRARY_PATH": str(self.folder),
-            "OMP_NUM_THREADS": "1",
-            **more,
-        }
+        return without | environment_of(self.folder) | more
 
     def run(self, code: str, *arguments: object, computes: bool = False, **environ: str) -> str:
         """Run a piece of Python in a process of its own; returns what it printed.
@@ -61,25 +54,11 @@ def shim(standin: Path, tmp_path_factory) -> Shim:
     """Compiled against the headers that the wheels bring along."""
     if torch.version.cuda is None:
         pytest.skip(f"torch {torch.__version__} is built without CUDA")
-    compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
-    if compiler is None:
-        pytest.skip("no C compiler")
-    runtime = next(PACKAGES.glob("nvidia/*/include/cuda_runtime_api.h"), None)
-    if runtime is None:
-        pytest.skip("this torch brings no headers of CUDA's runtime")
-    # CUDA's runtime asks for crt/, which only Triton's wheel has.
-    includes = [runtime.parent, PACKAGES / "triton" / "backends" / "nvidia" / "include"]
     folder = tmp_path_factory.mktemp("shim")
-    common = [compiler, *FLAGS, *(f"-isystem{include}" for include in includes)]
-    for arguments in (
-        ["-o", folder / "cudart.so", HERE / "cudart.c", "-ldl", "-lpthread"],
-        [
-            *("-o", folder / "libcuda.so.1", f'-DSTANDIN="{standin}"', HERE / "libcuda.c"),
-            *("-Wl,--no-as-needed", standin, "-ldl"),
-        ],
-    ):
-        done = subprocess.run(
-            [*common, *map(str, arguments)], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
+    try:
+        build_shim(standin, folder)
+    except NotBuilt as missing:
+        pytest.skip(str(missing))
+    except subprocess.CalledProcessError as failed:
+        pytest.fail(failed.stderr)
     return Shim(folder)

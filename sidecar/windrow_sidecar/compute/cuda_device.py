@@ -146,7 +146,7 @@ class _EventMark:
     """An event on a stream (see `Mark`)."""
 
     def __init__(self, clock: _EventClock, stream: torch.cuda.Stream) -> None:
-        self._anchor = clock.anchor()
+        self._anchor, self._at_ns = clock.anchor(), 0
         self.event = _timed_event(stream)
 
     def done(self) -> bool:
@@ -156,9 +156,11 @@ class _EventMark:
         self.event.synchronize()
 
     def at_ns(self) -> int:
-        self.event.synchronize()
-        since_ms = float(self._anchor.event.elapsed_time(self.event))
-        return self._anchor.ns + round(since_ms * 1e6)
+        if not self._at_ns:  # estimates, the log and the ledger ask
+            self.event.synchronize()
+            since_ms = float(self._anchor.event.elapsed_time(self.event))
+            self._at_ns = self._anchor.ns + round(since_ms * 1e6)
+        return self._at_ns
 
 
 def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -14,7 +14,7 @@ from windrow_sidecar.finetune.model.window_attention import looking_as_now
 from windrow_sidecar.finetune.recompute.dropouts import AtDropouts, random_state
 from windrow_sidecar.finetune.recompute.extraction import SignBits, unsigned
 from windrow_sidecar.finetune.recompute.recompute_plan import RecomputePlan
-from windrow_sidecar.finetune.recompute.recording import OpCall, Ref, layer_tensors
+from windrow_sidecar.finetune.recompute.recording import LayerTensors, OpCall, Ref
 
 
 class CheckpointedForward:
@@ -28,6 +28,7 @@ class CheckpointedForward:
         layer, args, kwargs: the call. Weights are looked up when they are needed: they may be
             elsewhere by then.
         recompute_plan: None: keep nothing but the arguments.
+        weights: where the layer's are, if somebody knows.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class CheckpointedForward:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         recompute_plan: RecomputePlan | None,
+        weights: LayerTensors | None = None,
     ) -> None:
         self._layer, self._recompute_plan = layer, recompute_plan
         self._args, self._kwargs = args, kwargs
-        self._weights = layer_tensors(layer)
-        self._leaves = pytree.tree_leaves((args, kwargs))
+        self._weights = weights or LayerTensors(layer)
+        self._leaves: list[Any] | None = None  # of the call, once one is asked for
+        self._checks = recompute_plan.checks if recompute_plan else ()
         self._state = torch.get_rng_state() if layer.training else None
         self._looking = looking_as_now()
         self._points: dict[int, Tensor] = {}
@@ -66,8 +69,7 @@ class CheckpointedForward:
         """Take what the layer's forward saves while this is open."""
         with self._noting(), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             yield
-        expected = len(self._recompute_plan.recording.layouts) if self._recompute_plan else 0
-        self._fits = self._fits and self._packed == expected
+        self._fits = self._fits and self._packed == len(self._checks)
         if not self._fits:
             self._values.clear()
 
@@ -77,17 +79,19 @@ class CheckpointedForward:
         What is kept shares the tensor's memory, unless the plan asks for a compact copy.
         """
         position = self._packed
-        self._packed += 1
-        recompute_plan = self._recompute_plan
-        if recompute_plan is None or not self._fits:
+        self._packed = position + 1
+        if not self._fits:
             return position
-        layouts = recompute_plan.recording.layouts
-        if position >= len(layouts) or not layouts[position].fits(tensor):
+        if position >= len(self._checks):
             self._fits = False
             return position
-        for value, take in recompute_plan.taken.get(position, ()):
+        check = self._checks[position]
+        if not check.fits(tensor):
+            self._fits = False
+            return position
+        for value, take, is_copied in check.taken:
             kept = take(tensor.detach())
-            self._values[value] = kept.clone() if value in recompute_plan.compact else kept
+            self._values[value] = kept.clone() if is_copied else kept
         return position
 
     def unpack(self, position: int) -> Tensor:
@@ -95,11 +99,16 @@ class CheckpointedForward:
         recompute_plan = self._recompute_plan
         if recompute_plan is None or not self._fits:
             return self._from_second_run(position)
-        with torch.no_grad():
-            value = self._value(recompute_plan, recompute_plan.recording.graph.needs[position])
-            if position in recompute_plan.recording.signs:
-                return unsigned(value, recompute_plan.recording.layouts[position])
-            return value
+        if torch.is_grad_enabled():  # never in a backward of ours
+            with torch.no_grad():
+                return self._needed(recompute_plan, position)
+        return self._needed(recompute_plan, position)
+
+    def _needed(self, recompute_plan: RecomputePlan, position: int) -> Tensor:
+        value = self._value(recompute_plan, recompute_plan.recording.graph.needs[position])
+        if position in recompute_plan.recording.signs:
+            return unsigned(value, recompute_plan.recording.layouts[position])
+        return value
 
     def _value(self, recompute_plan: RecomputePlan, value: int) -> Tensor:
         """Return a value; it is let go with the last use that is to be expected."""
@@ -115,7 +124,11 @@ class CheckpointedForward:
         return tensor
 
     def _found(self, in_layer: bool, index: int) -> Tensor:
-        tensor: Tensor = (self._weights if in_layer else self._leaves)[index]
+        if in_layer:
+            return self._weights[index].detach()
+        if self._leaves is None:
+            self._leaves = pytree.tree_leaves((self._args, self._kwargs))
+        tensor: Tensor = self._leaves[index]
         return tensor.detach()
 
     def _run(self, recompute_plan: RecomputePlan, op: int) -> None:
@@ -129,9 +142,16 @@ class CheckpointedForward:
         ]
         if call.mutates:
             leaves[0] = leaves[0].clone()
-        args, kwargs = pytree.tree_unflatten(leaves, call.spec)
-        with self._drawing_as(call):
+        if call.plain_args:
+            args: Any = leaves
+            kwargs: dict[str, Any] = {}
+        else:
+            args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+        if call.random_point is None:
             result = call.function(*args, **kwargs)
+        else:
+            with self._drawing_as(call):
+                result = call.function(*args, **kwargs)
         self._keep(call.outputs, list(result) if isinstance(result, tuple | list) else [result])
 
     def _keep(self, outputs: tuple[int | None, ...], results: list[Any]) -> None:

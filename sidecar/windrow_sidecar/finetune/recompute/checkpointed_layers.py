@@ -18,7 +18,12 @@ from windrow_sidecar.finetune.model.window_attention import is_looking_back
 from windrow_sidecar.finetune.recompute.checkpointed_forward import CheckpointedForward
 from windrow_sidecar.finetune.recompute.planning import BudgetTooSmall, plan_within
 from windrow_sidecar.finetune.recompute.recompute_plan import RecomputePlan, recompute_plan_of
-from windrow_sidecar.finetune.recompute.recording import CannotRecord, Recording, record
+from windrow_sidecar.finetune.recompute.recording import (
+    CannotRecord,
+    LayerTensors,
+    Recording,
+    record,
+)
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +51,7 @@ class PlannedLayers:
         self.bytes_per_token: float | None = None
         self._recordings: OrderedDict[Hashable, Recording | None] = OrderedDict()
         self._plans: OrderedDict[Hashable, RecomputePlan | None] = OrderedDict()
+        self._tensors: dict[int, LayerTensors] = {}
         # Layers that computed the same when they were first seen share all later recordings.
         self._likeness: dict[int, Hashable] = {}
 
@@ -61,7 +67,8 @@ class PlannedLayers:
             def follow(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 hook.remove()  # what records the layer, or runs it again, is not followed
                 recompute_plan = self.recompute_plan(layer, args, kwargs)
-                followed.append(CheckpointedForward(module, args, kwargs, recompute_plan))
+                tensors = self._tensors_of(layer)
+                followed.append(CheckpointedForward(module, args, kwargs, recompute_plan, tensors))
                 open_until_it_returns.enter_context(followed[-1].forward())
 
             hook = self._layers[layer].register_forward_pre_hook(follow, with_kwargs=True)
@@ -78,11 +85,24 @@ class PlannedLayers:
         del layer
         return nullcontext()
 
+    def _tensors_of(self, layer: int) -> LayerTensors:
+        """Return where the layer's tensors are; its modules stay the same from its first run on."""
+        if layer not in self._tensors:
+            self._tensors[layer] = LayerTensors(self._layers[layer])
+        return self._tensors[layer]
+
     def recording(
-        self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        layer: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: Hashable = None,
     ) -> Recording | None:
-        """Return what the layer computes in a call of that kind; None: it is unknown."""
-        call = _call_key(args, kwargs)
+        """Return what the layer computes in a call of that kind; None: it is unknown.
+
+        `call`: the kind, where it is known.
+        """
+        call = call or _call_key(args, kwargs)
         if layer not in self._likeness:
             found = self._record(layer, args, kwargs)
             self._likeness[layer] = (call, found.constants) if found else layer
@@ -100,8 +120,9 @@ class PlannedLayers:
         if not self.bytes_per_token:
             return None
         budget = min(self.bytes_per_token * args[0].shape[:-1].numel(), sys.maxsize)
-        recording = self.recording(layer, args, kwargs)
-        key = (self._likeness[layer], _call_key(args, kwargs), budget)
+        call = _call_key(args, kwargs)
+        recording = self.recording(layer, args, kwargs, call)
+        key = (self._likeness[layer], call, budget)
         if key not in self._plans:
             self._plans[key] = _within(recording, round(budget), gemm_again=self._gemm_again)
         _touch(self._plans, key, PLANS_KEPT)
@@ -131,19 +152,25 @@ def _within(recording: Recording | None, budget: int, *, gemm_again: bool) -> Re
 
 
 def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    return (
-        str(spec),
-        is_looking_back(),
-        tuple(
-            (tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else leaf
-            if isinstance(leaf, Hashable)
-            else type(leaf)
-            for leaf in leaves
-        ),
-    )
+    return (is_looking_back(), _key_of(args), _key_of(kwargs))
+
+
+def _key_of(value: Any) -> Hashable:  # noqa: ANN401 - an argument, or what it consists of
+    """Return what stands for it in a call's kind; walked by hand, since pytree takes far longer."""
+    if isinstance(value, Tensor):
+        return (value.shape, value.stride(), value.dtype, value.requires_grad)
+    if value is None or isinstance(value, int | float | str):
+        return value
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return (kind, *map(_key_of, value))
+    if kind is dict:
+        return (kind, *((name, _key_of(inner)) for name, inner in value.items()))
+    leaves, spec = pytree.tree_flatten(value)
+    if spec.is_leaf():
+        known: Hashable = value if isinstance(value, Hashable) else kind
+        return known
+    return (str(spec), *map(_key_of, leaves))
 
 
 def _touch(held: OrderedDict[Hashable, Any], key: Hashable, most: int) -> None:

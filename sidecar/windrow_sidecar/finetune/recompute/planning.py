@@ -19,7 +19,9 @@ from windrow_sidecar.finetune.recompute.layer_graph import LayerGraph, Op, OpKin
 # Floating-point operations in the time of moving one byte: about 30 on a core, 200 on an H200.
 RIDGE = 60
 # Prices of a byte's worth of work (work of 1: the time of moving 1/RIDGE bytes) that are tried.
-_CHEAPEST, _DEAREST, _HALVINGS = 1e-12, 1e3, 24
+_CHEAPEST, _DEAREST = 1e-12, 1e3
+# Of a hull; each step finds a new one.
+_MOST_CORNERS = 64
 
 
 class BudgetTooSmall(ValueError):
@@ -57,20 +59,26 @@ def plan_within(graph: LayerGraph, budget_bytes: int, *, gemm_again: bool = Fals
     Raises:
         BudgetTooSmall: tells the least that could be kept.
     """
-    plan = plan_at(graph, _DEAREST, gemm_again=gemm_again)
-    if plan.kept_bytes <= budget_bytes:
-        return plan
+    over = plan_at(graph, _DEAREST, gemm_again=gemm_again)
+    if over.kept_bytes <= budget_bytes:
+        return over
     plan = smallest(graph, gemm_again=gemm_again)
     if plan.kept_bytes > budget_bytes:
         raise BudgetTooSmall(budget_bytes, plan.kept_bytes)
-    low, high = _CHEAPEST, _DEAREST
-    for _ in range(_HALVINGS):
-        middle = (low * high) ** 0.5
-        found = plan_at(graph, middle, gemm_again=gemm_again)
+    # Corners of the hull on both sides of the budget. At the price at which both cost the same, a
+    # corner between them is cheaper than either; where there is none, they are neighbours.
+    for _ in range(_MOST_CORNERS):
+        more_work = _work(graph, plan) - _work(graph, over)
+        if more_work <= 0:
+            break
+        price = (over.kept_bytes - plan.kept_bytes) / more_work
+        found = plan_at(graph, price, gemm_again=gemm_again)
+        if not plan.kept_bytes < found.kept_bytes < over.kept_bytes:
+            break
         if found.kept_bytes <= budget_bytes:
-            plan, low = found, middle
+            plan = found
         else:
-            high = middle
+            over = found
     return _filled(graph, plan, budget_bytes)
 
 

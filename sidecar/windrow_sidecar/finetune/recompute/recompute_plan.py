@@ -5,9 +5,39 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from windrow_sidecar.finetune.recompute.extraction import Extractor
+from torch import Tensor
+
+from windrow_sidecar.finetune.recompute.extraction import Extractor, TensorLayout
 from windrow_sidecar.finetune.recompute.planning import KeepPlan
 from windrow_sidecar.finetune.recompute.recording import Recording
+
+
+class SavedCheck:
+    """What the tensor that autograd saves at one position must look like, and what to keep of it.
+
+    Args:
+        layout: that it had when it was recorded.
+        taken: values to take from it, and whether each is copied.
+    """
+
+    __slots__ = ("_dtype", "_layout", "_seen", "_size", "taken")
+
+    def __init__(
+        self, layout: TensorLayout, taken: tuple[tuple[int, Extractor, bool], ...]
+    ) -> None:
+        self._layout, self._size, self._dtype = layout, layout.size, layout.dtype
+        self._seen: tuple[int, ...] | None = None  # strides that did fit
+        self.taken = taken
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor [...] of another run is laid out alike (see `TensorLayout.fits`)."""
+        strides = tensor.stride()
+        if strides == self._seen and tensor.shape == self._size and tensor.dtype is self._dtype:
+            return True
+        if not self._layout.fits(tensor):
+            return False
+        self._seen = strides
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,18 +47,18 @@ class RecomputePlan:
     Attributes:
         recording: how to run operations again.
         plan: the decision.
-        taken: by position of a saved tensor: the values to take from it.
         made_by: the operation to run again for a value.
         uses: how often each value is asked for in one backward; then it is let go.
+        checks: of each saved tensor, in order.
         compact: kept values that are copied, since their storage holds more than is kept.
         random_points: dropouts whose generator state is needed again.
     """
 
     recording: Recording
     plan: KeepPlan
-    taken: dict[int, tuple[tuple[int, Extractor], ...]]
     made_by: dict[int, int]
     uses: dict[int, int]
+    checks: tuple[SavedCheck, ...]
     compact: frozenset[int]
     random_points: frozenset[int]
 
@@ -41,13 +71,21 @@ def recompute_plan_of(recording: Recording, plan: KeepPlan) -> RecomputePlan:
         take = recording.takes[value]
         taken.setdefault(take.position, []).append((value, take))
     calls = (recording.calls[op] for op in plan.replayed)
+    compact = _compact(recording, plan)
+    checks = tuple(
+        SavedCheck(
+            layout,
+            tuple((value, take, value in compact) for value, take in taken.get(position, ())),
+        )
+        for position, layout in enumerate(recording.layouts)
+    )
     return RecomputePlan(
         recording=recording,
         plan=plan,
-        taken={position: tuple(values) for position, values in taken.items()},
         made_by={v: op for op in sorted(plan.replayed) for v in graph.ops[op].outputs},
         uses=_uses(recording, plan),
-        compact=_compact(recording, plan),
+        checks=checks,
+        compact=compact,
         random_points=frozenset(
             call.random_point for call in calls if call and call.random_point is not None
         ),

@@ -62,6 +62,7 @@ class OpCall:
     outputs: tuple[int | None, ...]  # by position among the results; None: no tensor
     mutates: bool
     random_point: int | None
+    plain_args: bool = False  # the leaves are its arguments, in their order
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,8 @@ class _Scribe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         refs = iter(inputs)
         flat = tuple(Ref(next(refs)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        self._calls.append(OpCall(func, flat, spec, tuple(numbers), mutates, point))
+        is_plain = not kwargs and len(args) == len(flat) and not any(map(_has_parts, args))
+        self._calls.append(OpCall(func, flat, spec, tuple(numbers), mutates, point, is_plain))
         return result
 
     def pack(self, tensor: Tensor) -> int:
@@ -302,6 +304,10 @@ class _Scribe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sorted(set(self._unpacked))
 
 
+def _has_parts(value: Any) -> bool:  # noqa: ANN401 - an argument
+    return isinstance(value, tuple | list | dict)
+
+
 def _as_strided(tensor: Tensor, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of `empty_strided` that match `empty_like(tensor, **kwargs)`."""
     like = torch.ops.aten.empty_like.default(tensor, **kwargs)
@@ -311,3 +317,28 @@ def _as_strided(tensor: Tensor, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...]
 def layer_tensors(layer: nn.Module) -> list[Tensor]:
     """Return parameters, then buffers, [...] each, in the module's order; not copied."""
     return [*layer.parameters(), *layer.buffers()]
+
+
+class LayerTensors:
+    """The tensors of a layer, as `layer_tensors` has them, each looked up when it is asked for.
+
+    The walk through the modules is done once; what they hold may change (buffers that move).
+
+    Args:
+        layer: whose modules stay the same.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._places: list[tuple[dict[str, Any], str]] = []
+        modules = dict(layer.named_modules())
+        for names, held in ((layer.named_parameters(), True), (layer.named_buffers(), False)):
+            for path, _ in names:
+                owner, _, name = path.rpartition(".")
+                module = modules[owner]
+                self._places.append((module._parameters if held else module._buffers, name))
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return the tensor [...] of that place."""
+        owner, name = self._places[index]
+        tensor: Tensor = owner[name]
+        return tensor
