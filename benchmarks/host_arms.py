@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from benchmarks import shapes
 from windrow.eventlog import EventLog
+from windrow.rundir import ENV_LAYER_PROGRAM
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.compute import queued
 from windrow_sidecar.compute.device import ComputeDevice
@@ -265,11 +267,17 @@ def main() -> None:
     events = EventLog(options.folder / "events.jsonl", source="dedicated")
     alone = open_alone(job, ground.device, shallow_clone(base))
     marked(alone.stream, marks)
+    os.environ[ENV_LAYER_PROGRAM] = "packed"
+    packed = open_alone(job, ground.device, shallow_clone(base))
+    del os.environ[ENV_LAYER_PROGRAM]
+    assert packed.stream.parts.stack.program == "packed", packed.notes
+    marked(packed.stream, marks)
     loop = PlainLoop(job, events, UNITS, ground.device, random_weights=1)
     slot = WorkerSlot(EPOCH, arena, ground, lambda _: base)
     whole, half = beside(decode, slot, job, events, marks)
     arms = {
         "standalone": standalone(alone, ground.device, events),
+        "packed": standalone(packed, ground.device, events),
         "beside": whole,
         "beside-half": half,
         "peft": plain(loop, marks),

@@ -42,6 +42,9 @@ ENV_MAX_JOBS = "WINDROW_MAX_JOBS"  # S: how many jobs over one base may share a 
 # S, taken over from D, optional: bytes a second that frozen layers may move, like 2Gi
 ENV_COPY_RATE = "WINDROW_COPY_RATE"
 
+# S, optional: what runs a worker's layers: eager (default), the model's own modules, or packed
+ENV_LAYER_PROGRAM = "WINDROW_LAYER_PROGRAM"
+
 # S, optional: directories that jobs may write besides the policy's volumes, with colons between
 # them. Set by a process node, whose pods have the machine's own files.
 ENV_OUTPUT_TREES = "WINDROW_OUTPUT_TREES"

@@ -128,5 +128,7 @@ def _print(shown: dict[str, Any]) -> None:
         f"at most {sum(shown['memory'].values()) / 2**20:.2f} MiB at once, for "
         f"{shown['tokens_at_once']} tokens: {parts}"
     )
+    if shown["layer_program"] != "eager":
+        console.print(f"layers run {shown['layer_program']}")
     if shown["windows_refused"]:
         console.print(f"rows are not cut into windows: {shown['windows_refused']}")

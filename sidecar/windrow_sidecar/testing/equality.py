@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from windrow.crd import FinetuneJobSpec, parse_job_spec
-from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trainable
+from windrow_sidecar.finetune.adapter.adapters import ADAPTER, Adapter, add_adapter, trainable
+from windrow_sidecar.finetune.adapter.layer_programs import use_program
 from windrow_sidecar.finetune.data.split import IGNORED, BatchPlan, DataSplit, Example
 from windrow_sidecar.finetune.engine.micro_batch_group import ModelParts
 from windrow_sidecar.finetune.engine.orders import Order, layer_major
@@ -22,6 +23,7 @@ from windrow_sidecar.finetune.model.around import AroundLayer
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.finetune.model.embedding import by_token
+from windrow_sidecar.finetune.model.layer_program import ProgramName
 from windrow_sidecar.finetune.model.loss import Head
 from windrow_sidecar.finetune.model.token_dropout import DropoutKeys, TokenDropout
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
@@ -44,6 +46,7 @@ class Cut:
     micro_batches: int = 1
     around_layer: AroundLayer | None = None
     packed: bool = False
+    program: ProgramName = "eager"
 
 
 def small_spec(adapter: Mapping[str, Any] | None = None) -> FinetuneJobSpec:
@@ -97,6 +100,8 @@ def stream_of(
 ) -> TaskletStream:
     """Return our engine over a tuned model, as a job has it."""
     stack = DecoderStack(tuned.get_base_model(), cut.around_layer)
+    if why := use_program(stack, cut.program, adapter=ADAPTER, repacks=True):
+        raise ValueError(why)
     return TaskletStream(
         ModelParts(stack, Head(stack), Adapter(tuned)),
         AdapterOptimizer(trainable(tuned), Schedule("cosine", RATE, STEPS, 0.0)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from windrow_sidecar.finetune.adapter.layer_programs import wanted_program
 from windrow_sidecar.finetune.colocated.grants import DEFAULT_BOUND_US, GrantGate
 from windrow_sidecar.finetune.colocated.slot_device import SlotDevice, in_time_only
 from windrow_sidecar.finetune.data.split import DataSplit
@@ -91,6 +92,7 @@ class JobContext:
                     between=suspension.point,
                     device=slot_device.device,
                     units=slot_device.units_of(shared.gate),
+                    program=wanted_program(),
                 ),
                 rows=rows,
                 alive=job_state.stall.renew,

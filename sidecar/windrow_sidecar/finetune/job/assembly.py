@@ -24,8 +24,15 @@ from windrow.errors import UserError
 from windrow.outputs import OWN_FOLDER, check_alone, check_within, folder_of, path_of
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
-from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, check_reach, trainable
+from windrow_sidecar.finetune.adapter.adapters import (
+    ADAPTER,
+    Adapter,
+    add_adapter,
+    check_reach,
+    trainable,
+)
 from windrow_sidecar.finetune.adapter.config import prefix_tokens
+from windrow_sidecar.finetune.adapter.layer_programs import use_program
 from windrow_sidecar.finetune.data.readers import RowsWanted
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.data.remote import NO_CREDENTIALS, Credentials
@@ -41,6 +48,7 @@ from windrow_sidecar.finetune.model.around import InTurn
 from windrow_sidecar.finetune.model.boundaries import Boundaries, TorchBoundaries
 from windrow_sidecar.finetune.model.capabilities import sees_before
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+from windrow_sidecar.finetune.model.layer_program import ProgramName
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.model.loss import Head
 from windrow_sidecar.finetune.model.structure import in_mode
@@ -208,6 +216,7 @@ class TaskletRuntime:
         between: called between the modules of a layer that runs (see `suspension`).
         device: that the base model is on.
         units: of the device that the next tasklet computes on (see `DecoderStack`).
+        program: that the layers run by, where it can run all of them.
     """
 
     boundaries: Boundaries
@@ -218,6 +227,7 @@ class TaskletRuntime:
     between: Callable[..., None] | None = None
     device: ComputeDevice = field(default_factory=HostDevice)
     units: Callable[[], int] = lambda: 0
+    program: ProgramName = "eager"
 
 
 def open_session(
@@ -247,6 +257,14 @@ def open_session(
     check_reach(tuned, stack)
     # Before layers are recorded: the adapter replaces their dropouts.
     parts = ModelParts(stack, Head(stack), Adapter(tuned))
+    not_packed = use_program(
+        stack,
+        runtime.program,
+        adapter=ADAPTER,
+        in_turns=base.frozen is not None,
+        repacks=not base.shared,
+        point=runtime.between,
+    )
     learns = trainable(tuned)
     if base.frozen is not None:
         check_turns(learns)
@@ -284,6 +302,8 @@ def open_session(
     )
     positions = ModelLimits.of(base.config).positions
     notes = (*base.notes, *rows.notes, *without_effect(spec, rows.train_rows, total, positions))
+    if not_packed:
+        notes = (*notes, f"layers run eagerly, not packed: {not_packed}")
     longest = max(lengths) * rows.together
     return TrainingSession(
         job, tuned, stream, longest, base.shared, origin, budget, runtime.device, rows, notes

@@ -30,6 +30,7 @@ from windrow_sidecar.finetune.model.layer_calls import (
     part_of,
     token_dims,
 )
+from windrow_sidecar.finetune.model.layer_program import ProgramName, program_of
 from windrow_sidecar.finetune.model.structure import (
     asking,
     find_layers,
@@ -114,9 +115,18 @@ class DecoderStack:
         """Number of layers."""
         return len(self.layers)
 
+    @property
+    def program(self) -> ProgramName:
+        """The program that runs its layers."""
+        found = program_of(self.layers[0])
+        return "eager" if found is None else found.name
+
     def move_buffers(self, *, to_host: bool) -> None:
         """Bring all of the model but its parameters to the host, or back; nothing may run."""
         self._calls.clear()
+        for layer in self.layers:
+            if (program := program_of(layer)) is not None:
+                program.release()
         to = torch.device("cpu") if to_host else self.device
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from windrow_sidecar.finetune.model.layer_program import program_of
 from windrow_sidecar.finetune.model.token_dropout import TokenDropout
 from windrow_sidecar.finetune.model.window_attention import looking_on_paper
 from windrow_sidecar.finetune.recompute.dropouts import AtDropouts
@@ -115,6 +116,8 @@ def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
     for module in layer.modules():
         if isinstance(module, TokenDropout):
             module.prepare(leaf.device)  # else it would remember a stand-in of its keys
+    if (program := program_of(layer)) is not None:
+        program.refresh()  # else its copies would be made of stand-ins
     with closing(_Scribe(layer, args, kwargs)) as scribe:
         try:
             with (
@@ -315,8 +318,10 @@ def _as_strided(tensor: Tensor, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...]
 
 
 def layer_tensors(layer: nn.Module) -> list[Tensor]:
-    """Return parameters, then buffers, [...] each, in the module's order; not copied."""
-    return [*layer.parameters(), *layer.buffers()]
+    """Return parameters, buffers, then what its program has, [...] each, in order; not copied."""
+    program = program_of(layer)
+    own = () if program is None else program.tensors.values()
+    return [*layer.parameters(), *layer.buffers(), *own]
 
 
 class LayerTensors:
@@ -336,6 +341,8 @@ class LayerTensors:
                 owner, _, name = path.rpartition(".")
                 module = modules[owner]
                 self._places.append((module._parameters if held else module._buffers, name))
+        if (program := program_of(layer)) is not None:
+            self._places += [(program.tensors, name) for name in program.tensors]
 
     def __getitem__(self, index: int) -> Tensor:
         """Return the tensor [...] of that place."""

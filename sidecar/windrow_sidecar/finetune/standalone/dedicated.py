@@ -17,6 +17,7 @@ from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.compute.partition import UnknownLevel
+from windrow_sidecar.finetune.adapter.layer_programs import wanted_program
 from windrow_sidecar.finetune.engine.sizing import Estimates, micro_batches_a_visit
 from windrow_sidecar.finetune.engine.stages import StepDone
 from windrow_sidecar.finetune.job.assembly import (
@@ -148,7 +149,7 @@ def open_alone(
         together = micro_batches_a_visit(frozen, known, of_each, job.spec.training.batch_size)
         return MicroLimits(tokens, micro_batches=together)
 
-    runtime = TaskletRuntime(TorchBoundaries(), limits, device=device)
+    runtime = TaskletRuntime(TorchBoundaries(), limits, device=device, program=wanted_program())
     session = open_session(job, base, runtime, alive=alive)
     return session
 

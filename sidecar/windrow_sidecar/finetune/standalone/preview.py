@@ -20,6 +20,7 @@ from windrow.errors import UserError, WindrowError
 from windrow.protocol import error_line
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
+from windrow_sidecar.finetune.adapter.layer_programs import wanted_program
 from windrow_sidecar.finetune.engine.orders import ORDERS
 from windrow_sidecar.finetune.engine.sizing import (
     Estimates,
@@ -84,6 +85,7 @@ class Preview:
                 windows=not isinstance(sizing, WholeRows),
                 order=ORDERS[order],
                 device=device,
+                program=wanted_program(),
             ),
         )
         windows = not self.session.stream.parts.stack.windows_refused
@@ -211,6 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "order": options.order,
         "layers": preview.session.stream.parts.stack.depth,
         "units": units,
+        "layer_program": preview.session.stream.parts.stack.program,
         "windows_refused": preview.session.stream.parts.stack.windows_refused,
         "tokens_at_once": preview.most_tokens,
         "memory": preview.memory(),

@@ -107,6 +107,8 @@ class AdapterOptimizer:
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
+        # Fused ones change parameters unseen: what is made of them is made again.
+        torch.autograd.graph.increment_version(self._parameters)
         self.discard()
         self._collect(torch.float32)
         return StepMetrics(rate, norm)

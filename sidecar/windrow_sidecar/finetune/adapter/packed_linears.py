@@ -1,0 +1,397 @@
+"""Linear layers of one input, with their adapters, as few products: forward, and backward by hand.
+
+Weights that lie one after the other in memory, as decode's engines pack them, are one matrix; the
+adapters' A matrices always are. Products are in the base's type, with packed copies of the adapter
+in that type which are made once per step; gradients are in the type of the adapter's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+# Rows of a weight whose norms are computed at a time (DoRA): a few MB more, not a second weight.
+_NORM_ROWS = 1024
+
+
+@dataclass(slots=True, eq=False)
+class Projection:
+    """One of the linear layers.
+
+    Attributes:
+        weight: of the base, [out, in].
+        bias: of the base, [out], or None.
+        a: LoRA's A, [rank, in]; None: it has no adapter.
+        b: LoRA's B, [out, rank].
+        scale: by which their product counts.
+        magnitude: of DoRA, [out], or None.
+    """
+
+    weight: nn.Parameter
+    bias: Tensor | None
+    a: nn.Parameter | None = None
+    b: nn.Parameter | None = None
+    scale: float = 1.0
+    magnitude: nn.Parameter | None = None
+
+    @property
+    def learns(self) -> tuple[nn.Parameter, ...]:
+        """Parameters that get a gradient."""
+        return tuple(p for p in (self.a, self.b, self.magnitude) if p is not None)
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A matrix of one product: some of the projections, one below the other.
+
+    `rows` and `columns`: of each projection, its outputs in the part and its place in `u`.
+    """
+
+    projections: tuple[Projection, ...]
+    rows: tuple[slice, ...]
+    columns: tuple[slice, ...]
+    weight: Tensor
+    own: dict[str, Tensor]  # b [out, rank], scale_of_row [out], norm [out], bias [out]
+
+    @property
+    def outputs(self) -> int:
+        return int(self.rows[-1].stop)
+
+    @property
+    def of_u(self) -> slice:
+        return slice(self.columns[0].start, self.columns[-1].stop)
+
+    @property
+    def is_adapted(self) -> bool:
+        return bool(self.of_u.stop > self.of_u.start)
+
+    @property
+    def is_decomposed(self) -> bool:
+        return any(p.magnitude is not None for p in self.projections)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a forward of the linear layers leaves for its backward, besides the input.
+
+    Attributes:
+        u: the input times all A matrices, scaled, [tokens, ranks]; None: nothing is adapted.
+        before: of each part with DoRA, its product before magnitudes, [tokens, out].
+    """
+
+    u: Tensor | None
+    before: tuple[Tensor | None, ...]
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """Return its tensors in an order that `Made.of` takes."""
+        return (self.u, *self.before)
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor | None]) -> Made:
+        """Return it from what `flat` returned."""
+        return Made(tensors[0], tuple(tensors[1:]))
+
+
+class PackedLinears:
+    """Linear layers that read the same input.
+
+    Args:
+        name: of the group among those of a layer.
+        projections: in the order in which their outputs are wanted.
+        tensors: its own memory is entered here, by names that begin with `name`.
+    """
+
+    def __init__(
+        self, name: str, projections: Sequence[Projection], tensors: dict[str, Tensor]
+    ) -> None:
+        self.projections = tuple(projections)
+        self._name, self._tensors = name, tensors
+        self._seen: tuple[int, ...] = ()
+        self._parts: tuple[_Part, ...] = ()
+        self._a: Tensor | None = None
+        self._nothing: Tensor | None = None  # stands where a product has nothing to add to
+        scales = {p.scale for p in self.projections if p.a is not None}
+        self._scale = scales.pop() if len(scales) == 1 else 1.0
+        self._scales: Tensor | None = None  # of each column of u, where they differ
+        self._differ = bool(scales)
+
+    @property
+    def parts(self) -> int:
+        """Products that the base's weights take."""
+        return len(self._parts)
+
+    @property
+    def learns(self) -> tuple[nn.Parameter, ...]:
+        """Parameters that get a gradient."""
+        return tuple(parameter for p in self.projections for parameter in p.learns)
+
+    def refresh(self) -> None:
+        """Make the packed copies, if the adapter or the place of a weight has changed."""
+        seen: list[int] = []
+        for projection in self.projections:
+            seen.append(projection.weight.data_ptr())
+            for parameter in projection.learns:
+                seen += (parameter.data_ptr(), parameter._version)
+        now = tuple(seen)
+        if now != self._seen:
+            with torch.no_grad():
+                self._pack()
+            self._seen = now
+
+    def release(self) -> None:
+        """Forget the packed copies."""
+        self._seen, self._parts = (), ()
+        self._a = self._nothing = self._scales = None
+        for name in [name for name in self._tensors if name.startswith(f"{self._name}.")]:
+            del self._tensors[name]
+
+    def forward(
+        self, x: Tensor, *, adapted: bool, residual: Tensor | None = None
+    ) -> tuple[list[Tensor], Made]:
+        """Return the outputs of each part, [tokens, out], and what `backward` needs.
+
+        Args:
+            x: [tokens, in].
+            adapted: False: as the base computes.
+            residual: [tokens, out], added to the output of the only part.
+        """
+        u = self._down(x) if adapted and self._a is not None else None
+        outputs, before = [], []
+        for part in self._parts:
+            kept = None
+            if u is not None and part.is_decomposed:
+                y = torch.addmm(functional.linear(x, part.weight), *self._up(part, u))
+                kept = y
+                y = y * part.own["scale_of_row"]
+                if "bias" in part.own:
+                    y = y + part.own["bias"]
+                if residual is not None:
+                    y = residual + y
+            else:
+                bias = part.own.get("bias")
+                if residual is None:
+                    y = functional.linear(x, part.weight, bias)
+                else:
+                    y = torch.addmm(residual, x, part.weight.t())
+                    y = y if bias is None else y + bias
+                if u is not None and part.is_adapted:
+                    y = torch.addmm(y, *self._up(part, u))
+            outputs.append(y)
+            before.append(kept)
+        return outputs, Made(u, tuple(before))
+
+    def by_projection(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs, [tokens, out], of each projection: views of the parts'."""
+        return [
+            output if len(part.rows) == 1 else output[:, rows]
+            for part, output in zip(self._parts, outputs, strict=True)
+            for rows in part.rows
+        ]
+
+    def room(self, like: Tensor) -> list[Tensor]:
+        """Return new memory for the gradient of each part, [tokens, out]."""
+        return [like.new_empty(like.shape[0], part.outputs) for part in self._parts]
+
+    def backward(
+        self, gradients: Sequence[Tensor], x: Tensor | None, made: Made, *, wants_input: bool
+    ) -> Tensor | None:
+        """Add the adapter's gradients to its parameters; return that of the input, [tokens, in].
+
+        Args:
+            gradients: of the outputs of each part, [tokens, out].
+            x: the input of forward; may be None where nothing is adapted.
+            made: what forward left.
+            wants_input: False: return None.
+        """
+        d_x: Tensor | None = None
+        v: Tensor | None = None
+        u = made.u
+        if u is not None:
+            v = torch.empty_like(u)
+        for part, d_out, before in zip(self._parts, gradients, made.before, strict=True):
+            d = d_out
+            if before is not None:
+                self._of_magnitudes(part, d, before)
+                d = d * part.own["scale_of_row"]
+            if u is not None and v is not None and part.is_adapted:
+                assert self._nothing is not None
+                torch.addmm(
+                    *(self._nothing, d, part.own["b"]),
+                    beta=0,
+                    alpha=self._scale,
+                    out=v[:, part.of_u],
+                )
+                for projection, rows, columns in _adapted(part):
+                    assert projection.b is not None
+                    _add(projection.b, _wide(d[:, rows].t(), u[:, columns], projection.b.dtype))
+            if wants_input:
+                d_x = d @ part.weight if d_x is None else d_x.addmm_(d, part.weight)
+        if v is None:
+            return d_x
+        if self._scales is not None:
+            v.mul_(self._scales)
+        assert x is not None
+        assert self._a is not None
+        for part in self._parts:
+            for projection, _, columns in _adapted(part):
+                assert projection.a is not None
+                _add(projection.a, _wide(v[:, columns].t(), x, projection.a.dtype))
+        return None if d_x is None else d_x.addmm_(v, self._a)
+
+    def _down(self, x: Tensor) -> Tensor:
+        assert self._a is not None
+        assert self._nothing is not None
+        u = torch.addmm(self._nothing, x, self._a.t(), beta=0, alpha=self._scale)
+        return u if self._scales is None else u * self._scales
+
+    def _up(self, part: _Part, u: Tensor) -> tuple[Tensor, Tensor]:
+        of_part = u if len(self._parts) == 1 else u[:, part.of_u]
+        return of_part, part.own["b"].t()
+
+    def _of_magnitudes(self, part: _Part, d: Tensor, before: Tensor) -> None:
+        for projection, rows in zip(part.projections, part.rows, strict=True):
+            if projection.magnitude is None:
+                continue
+            wide = projection.magnitude.dtype
+            total = (d[:, rows].to(wide) * before[:, rows].to(wide)).sum(0)
+            _add(projection.magnitude, total / part.own["norm"][rows])
+
+    def _pack(self) -> None:
+        if not self._parts or any(
+            not _holds(part.weight, part.projections) for part in self._parts
+        ):
+            self.release()
+            self._lay_out()
+        sources, rooms = [], []
+        for part in self._parts:
+            for projection, rows, columns in _adapted(part):
+                assert self._a is not None
+                in_part = slice(columns.start - part.of_u.start, columns.stop - part.of_u.start)
+                sources += [cast("Tensor", projection.a), cast("Tensor", projection.b)]
+                rooms += [self._a[columns], part.own["b"][rows, in_part]]
+        if sources:
+            torch._foreach_copy_(rooms, [source.detach() for source in sources])
+        for part in self._parts:
+            if not part.is_decomposed:
+                continue
+            for projection, rows in zip(part.projections, part.rows, strict=True):
+                if projection.magnitude is not None:
+                    norm = part.own["norm"][rows]
+                    _norms(projection, norm)
+                    part.own["scale_of_row"][rows].copy_(projection.magnitude / norm)
+
+    def _lay_out(self) -> None:
+        """Take memory for the packed copies, and find weights that lie one after the other."""
+        weights = [projection.weight for projection in self.projections]
+        joined = one_matrix(weights)
+        groups = [self.projections] if joined is not None else [(p,) for p in self.projections]
+        at, like, parts = 0, weights[0], []
+        for n, group in enumerate(groups):
+            rows, columns, out = [], [], 0
+            for projection in group:
+                rank = 0 if projection.a is None else projection.a.shape[0]
+                rows.append(slice(out, out + projection.weight.shape[0]))
+                columns.append(slice(at, at + rank))
+                at, out = at + rank, out + projection.weight.shape[0]
+            weight = group[0].weight.detach() if joined is None else joined
+            part = _Part(tuple(group), tuple(rows), tuple(columns), weight, {})
+            self._own(part, n, like)
+            parts.append(part)
+        self._parts = tuple(parts)
+        if at:
+            self._a = like.new_zeros(at, like.shape[1])
+            self._nothing = like.new_zeros(())
+            self._enter("a", self._a)
+            self._enter("nothing", self._nothing)
+            if self._differ:
+                scales = [p.scale for p in self.projections if p.a is not None]
+                ranks = [p.a.shape[0] for p in self.projections if p.a is not None]
+                of_each = torch.tensor(scales).repeat_interleave(torch.tensor(ranks))
+                self._scales = of_each.to(like)
+                self._enter("scales", self._scales)
+
+    def _own(self, part: _Part, n: int, like: Tensor) -> None:
+        if len(part.projections) > 1:
+            self._enter(f"weight.{n}", part.weight)
+        if part.is_adapted:
+            rank = part.of_u.stop - part.of_u.start
+            part.own["b"] = like.new_zeros(part.outputs, rank)
+        if part.is_decomposed:
+            wide = next(p.magnitude for p in part.projections if p.magnitude is not None)
+            part.own["norm"] = wide.detach().new_ones(part.outputs)
+            part.own["scale_of_row"] = like.new_ones(part.outputs)
+        if any(projection.bias is not None for projection in part.projections):
+            part.own["bias"] = torch.cat(
+                [
+                    like.new_zeros(p.weight.shape[0]) if p.bias is None else p.bias.detach()
+                    for p in part.projections
+                ]
+            )
+        for name, tensor in part.own.items():
+            self._enter(f"{name}.{n}", tensor)
+
+    def _enter(self, name: str, tensor: Tensor) -> None:
+        self._tensors[f"{self._name}.{name}"] = tensor
+
+
+def one_matrix(weights: Sequence[Tensor]) -> Tensor | None:
+    """Return weights, [out, in] each, as one matrix over their memory; None: they lie apart.
+
+    One weight alone is None as well.
+    """
+    first = weights[0]
+    if len(weights) < 2:
+        return None
+    end = first.storage_offset()
+    for weight in weights:
+        if (
+            not weight.is_contiguous()
+            or (weight.dtype, weight.device) != (first.dtype, first.device)
+            or weight.shape[1:] != first.shape[1:]
+            or weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+            or weight.storage_offset() != end
+        ):
+            return None
+        end += weight.numel()
+    rows = sum(weight.shape[0] for weight in weights)
+    return first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))
+
+
+def _holds(weight: Tensor, projections: Sequence[Projection]) -> bool:
+    return weight.data_ptr() == projections[0].weight.data_ptr()
+
+
+def _adapted(part: _Part) -> list[tuple[Projection, slice, slice]]:
+    found = zip(part.projections, part.rows, part.columns, strict=True)
+    return [(p, rows, columns) for p, rows, columns in found if p.a is not None]
+
+
+def _norms(projection: Projection, into: Tensor) -> None:
+    """Write the norm of each row of the adapted weight into `into`, [out], as peft computes it."""
+    a, b = projection.a, projection.b
+    assert a is not None
+    assert b is not None
+    for begin in range(0, len(into), _NORM_ROWS):
+        rows = slice(begin, begin + _NORM_ROWS)
+        weight = projection.weight[rows].to(a.dtype) + projection.scale * (b[rows] @ a)
+        into[rows] = torch.linalg.norm(weight, dim=1)
+
+
+def _wide(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a product in a wider type than its factors have, and of sums in that type."""
+    if left.dtype == dtype:
+        return left @ right
+    if left.is_cuda:
+        mm: Any = torch.mm
+        made: Tensor = mm(left, right, out_dtype=dtype)
+        return made
+    return left.to(dtype) @ right.to(dtype)
+
+
+def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
