@@ -21,6 +21,7 @@ from torch import Tensor
 
 from benchmarks import shapes
 from windrow.eventlog import EventLog
+from windrow.protocol import WorkerEvent
 from windrow.rundir import ENV_LAYER_PROGRAM
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.compute import queued
@@ -32,7 +33,6 @@ from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.job.assembly import JobSpec, TrainingSession, read_job
 from windrow_sidecar.finetune.job.gate import OpenGate
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger, tasklet_event
-from windrow_sidecar.finetune.job.report import WorkerEvent
 from windrow_sidecar.finetune.job.runner import Runner
 from windrow_sidecar.finetune.memory.training_memory import OwnMemory
 from windrow_sidecar.finetune.model import capabilities

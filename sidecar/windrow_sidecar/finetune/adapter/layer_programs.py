@@ -200,7 +200,7 @@ def _repack(layer: nn.Module) -> None:
             continue
         joined = torch.cat([weight.detach() for weight in weights])
         rows = [weight.shape[0] for weight in weights]
-        for weight, part in zip(weights, joined.split(rows), strict=True):
+        for weight, part in zip(weights, torch.split(joined, rows), strict=True):
             weight.data = part
 
 

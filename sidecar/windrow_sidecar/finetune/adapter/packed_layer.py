@@ -276,13 +276,14 @@ def _norm(x: Tensor, norm: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - of t
 
 def _norm_backward(d: Tensor, x: Tensor, rstd: Tensor, norm: Any) -> Tensor:  # noqa: ANN401
     """Return the gradient of what `_norm` read, in new memory, from that of its result."""
+    weight: Tensor = norm.weight.detach()
     if d.is_cuda:
         made: Tensor = torch.ops.aten._fused_rms_norm_backward(
-            d, x, [x.shape[-1]], rstd, norm.weight.detach(), [True, False]
+            d, x, [x.shape[-1]], rstd, weight, [True, False]
         )[0]
         return made
     wide = rstd.dtype
-    normed, g = x.to(wide) * rstd, d.to(wide) * norm.weight.detach().to(wide)
+    normed, g = x.to(wide) * rstd, d.to(wide) * weight.to(wide)
     return (rstd * (g - normed * (g * normed).mean(-1, keepdim=True))).to(x.dtype)
 
 

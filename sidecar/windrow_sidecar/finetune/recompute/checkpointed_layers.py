@@ -168,8 +168,9 @@ def _key_of(value: Any) -> Hashable:  # noqa: ANN401 - an argument, or what it c
         return (kind, *((name, _key_of(inner)) for name, inner in value.items()))
     leaves, spec = pytree.tree_flatten(value)
     if spec.is_leaf():
-        known: Hashable = value if isinstance(value, Hashable) else kind
-        return known
+        if isinstance(value, Hashable):
+            return value
+        return f"{kind.__module__}.{kind.__qualname__}"
     return (str(spec), *map(_key_of, leaves))
 
 
