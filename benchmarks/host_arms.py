@@ -1,6 +1,6 @@
 """The arms of `host_cost`, which take turns in one process over the shim: written to found.json.
 
-A layer's time is from where it begins to where the next one of its pass begins, so what lies
+A layer's time is from where it begins to where the next one of its pass begins, so what is
 between two tasklets (gate, memory, hooks, log) counts; medians over the layers of a step.
 """
 
@@ -52,7 +52,7 @@ _COUNTED = 4  # each so many rounds launches are counted, and time is not taken
 
 
 class Marks:
-    """When each layer of a step begins, in CPU time of the process, or after how many launches."""
+    """Begins of the layers of a step: in CPU time of the process, or counted in launches."""
 
     def __init__(self) -> None:
         shim = ctypes.CDLL(None)
@@ -85,10 +85,10 @@ class Nobody:
     """Takes reports and gives no command (see `JobReporter`)."""
 
     def event(self, event: WorkerEvent) -> None:
-        """Nobody reads it."""
+        """Drop it."""
 
     def take_command(self) -> None:
-        """There is none."""
+        """Return none."""
 
 
 def marked(stream: TaskletStream, marks: Marks) -> None:

@@ -13,7 +13,7 @@ FLAGS = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC"]
 
 
 class NotBuilt(RuntimeError):
-    """What is missing for it here."""
+    """Error that names what the shim needs and this machine lacks."""
 
 
 def build_shim(standin: Path, folder: Path) -> None:

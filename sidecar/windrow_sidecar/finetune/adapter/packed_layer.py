@@ -69,7 +69,7 @@ class PackedLayer:
 
     @property
     def is_adapted(self) -> bool:
-        """Whether the adapter counts now."""
+        """True where the adapter counts now."""
         return not self._disabled()
 
     def release(self) -> None:

@@ -77,7 +77,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a forward of the linear layers leaves for its backward, besides the input.
+    """Tensors that a forward of linear layers leaves for its backward, besides the input.
 
     Attributes:
         u: the input times all A matrices, scaled, [tokens, ranks]; None: nothing is adapted.
@@ -88,12 +88,12 @@ class Made:
     before: tuple[Tensor | None, ...]
 
     def flat(self) -> tuple[Tensor | None, ...]:
-        """Return its tensors in an order that `Made.of` takes."""
+        """Return its tensors, [tokens, units] each, in an order that `Made.of` takes."""
         return (self.u, *self.before)
 
     @staticmethod
     def of(tensors: Sequence[Tensor | None]) -> Made:
-        """Return it from what `flat` returned."""
+        """Return it from what `flat` returned, [tokens, units] each."""
         return Made(tensors[0], tuple(tensors[1:]))
 
 

@@ -156,7 +156,7 @@ def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
 
 
 def _key_of(value: Any) -> Hashable:  # noqa: ANN401 - an argument, or what it consists of
-    """Return what stands for it in a call's kind; walked by hand, since pytree takes far longer."""
+    """Return its part of a call's kind; walked by hand, since pytree takes far longer."""
     if isinstance(value, Tensor):
         return (value.shape, value.stride(), value.dtype, value.requires_grad)
     if value is None or isinstance(value, int | float | str):

@@ -13,7 +13,7 @@ from windrow_sidecar.finetune.recompute.recording import Recording
 
 
 class SavedCheck:
-    """What the tensor that autograd saves at one position must look like, and what to keep of it.
+    """Layout of the tensor that autograd saves at one position, and what to keep of it.
 
     Args:
         layout: that it had when it was recorded.
@@ -30,7 +30,7 @@ class SavedCheck:
         self.taken = taken
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor [...] of another run is laid out alike (see `TensorLayout.fits`)."""
+        """Return whether a tensor [...] of another run is laid out alike (see `TensorLayout.fits`)."""
         strides = tensor.stride()
         if strides == self._seen and tensor.shape == self._size and tensor.dtype is self._dtype:
             return True
