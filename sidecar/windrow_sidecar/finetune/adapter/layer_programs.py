@@ -221,7 +221,7 @@ def _differs(stack: DecoderStack, packed: Sequence[PackedLayer]) -> str:
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether two results, [...] each, differ by no more than rounding of their type does."""
+    """Return whether two results, [...] each, differ by no more than their type rounds."""
     tolerance = torch.finfo(theirs.dtype).eps ** 0.5
     largest = float(theirs.abs().max())
     return torch.allclose(ours, theirs, rtol=0.0, atol=tolerance * max(largest, 1e-30))

@@ -1,6 +1,6 @@
-"""The program that runs a decoder layer: the model's own modules, or one that stands in for them.
+"""The program that runs a decoder layer: the model's own modules, or a replacement.
 
-A program takes the place of the module's `forward`, so whoever calls the layer (tasklets, what
+A program takes the place of the module's `forward`, so what calls the layer (tasklets, what
 records it, what runs it a second time) calls the program. Autograd runs it backward.
 """
 
@@ -28,7 +28,7 @@ class LayerProgram(Protocol):
     tensors: dict[str, Tensor]
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Return what the layer's own forward returns for the same arguments."""
+        """Return the layer's output, [rows, tokens, hidden], for an input of that shape."""
 
     def refresh(self) -> None:
         """Compute `tensors` again from what has changed since."""

@@ -30,7 +30,7 @@ class SavedCheck:
         self.taken = taken
 
     def fits(self, tensor: Tensor) -> bool:
-        """Return whether a tensor [...] of another run is laid out alike (see `TensorLayout.fits`)."""
+        """Return whether a tensor [...] of another run is alike (see `TensorLayout.fits`)."""
         strides = tensor.stride()
         if strides == self._seen and tensor.shape == self._size and tensor.dtype is self._dtype:
             return True
