@@ -80,6 +80,7 @@ def main() -> None:
 def simulated(seconds: float, **changes: Any) -> dict[float, PolicyFigures]:
     """Return the figures of a policy by objective, on eight simulated GPUs."""
     settings = SimulationSettings(
+        rates="published",
         gpus=8,
         sample=8,
         seconds=seconds,

@@ -129,6 +129,20 @@ class SimulateOptions:
     contention: Annotated[
         float, typer.Option(help="Assumed slow-down of decode by the worker's memory traffic.")
     ] = 0.35
+    rates: Annotated[
+        str,
+        typer.Option(
+            help="Of the worker, and what decode feels of it: measured (on one H200) or published "
+            "(by the roofline)."
+        ),
+    ] = "measured"
+    worker_rate: Annotated[
+        str,
+        typer.Option(
+            help="Tokens a second of your worker on that GPU, alone and on lent memory beside an "
+            "idle decode: 6458:2209. Default: as on that H200."
+        ),
+    ] = ""
 
     def settings(self) -> dict[str, Any]:
         """Return the simulator's settings.
@@ -150,7 +164,8 @@ class SimulateOptions:
             "objectives_ms": [milliseconds(text) for text in objectives.split(",")],
             "deferral_ms": milliseconds(deferral, "--deferral") if deferral else 0.0,
             "levels": _percents(self.levels),
-            "lengths": _lengths(self.lengths),
+            "lengths": _numbers(self.lengths, "--lengths", "means", "60:65"),
+            "worker_rate": _numbers(self.worker_rate, "--worker-rate", "rates", "6458:2209"),
             "without": [name.strip() for name in self.without.split(",") if name.strip()],
         }
 
@@ -167,6 +182,9 @@ def simulate(
     run: Annotated[
         Path | None, typer.Option(help="Instead: compare with a run of `windrow demo --out`.")
     ] = None,
+    gpu_run: Annotated[
+        Path | None, typer.Option(help="Instead: compare with a result of first light on a GPU.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the page with its plots there.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -175,6 +193,7 @@ def simulate(
     Example: windrow simulate --gpus 1000 --trace conv --rate 20 --policy all --objective 12ms
     """
     instead = ["--papers"] * papers + ["--bounds"] * bounds + [f"--run={run}"] * (run is not None)
+    instead += [f"--gpu-run={gpu_run}"] * (gpu_run is not None)
     if len(instead) > 1 or (instead and out):
         raise UserError(
             f"{' and '.join(instead)} cannot be had at once" if instead[1:] else "has no page",
@@ -217,12 +236,12 @@ def _priorities(text: str) -> list[tuple[int, float]]:
         ) from error
 
 
-def _lengths(text: str) -> list[float]:
+def _numbers(text: str, field: str, what: str, example: str) -> list[float]:
     try:
         return [float(part) for part in text.split(":")] if text else []
     except ValueError as error:
         raise UserError(
-            f"{text!r} are not two means", field="--lengths", remedy="Write for example 60:65."
+            f"{text!r} are not two {what}", field=field, remedy=f"Write for example {example}."
         ) from error
 
 

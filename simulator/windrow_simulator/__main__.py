@@ -18,6 +18,7 @@ from windrow.errors import UserError
 from windrow.protocol import error_line
 from windrow_simulator.bounds import against_bounds
 from windrow_simulator.figures import plain
+from windrow_simulator.gpu_runs import compare
 from windrow_simulator.page import write_page
 from windrow_simulator.papers import paper_rows
 from windrow_simulator.replay import replay
@@ -25,6 +26,7 @@ from windrow_simulator.run import best_of, described, simulate
 from windrow_simulator.scenario import DEFAULT_GPU, SimulationSettings, build
 from windrow_simulator.tables import (
     of_bounds,
+    of_gpu_run,
     of_jobs,
     of_limits,
     of_papers,
@@ -42,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--papers", action="store_true", help="the papers' comparisons instead")
     what.add_argument("--bounds", action="store_true", help="every policy against the roofline")
     what.add_argument("--run", type=Path, help="compare with the run of that folder instead")
+    what.add_argument("--gpu-run", type=Path, help="compare with that result of first light")
     asked = parser.parse_args(arguments)
     began_s = time.monotonic()
     try:
@@ -53,6 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif asked.run:
             found = replay(asked.run, seed=fields.get("seed", 7))
             result = {**found, "tables": [asdict(of_replay(found))]}
+        elif asked.gpu_run:
+            arms = compare(asked.gpu_run, seed=fields.get("seed", 7))
+            result = {
+                "arms": [asdict(arm) for arm in arms],
+                "tables": [asdict(of_gpu_run(arms, asked.gpu_run.name))],
+            }
         else:
             result = run(fields)
             if asked.page:

@@ -119,6 +119,7 @@ def against_bounds(
     for batch in batches:
         ground = build(
             SimulationSettings(
+                rates="published",
                 gpus=1,
                 processes=processes,
                 contention=contention,

@@ -30,6 +30,7 @@ class PaperRow:
 
 
 _HARLI = SimulationSettings(
+    rates="published",
     gpu="RTX-6000-Ada",
     gpus=2,
     objectives_ms=(40.0,),
@@ -40,9 +41,15 @@ _HARLI = SimulationSettings(
 )
 _FLEXLLM_KEPT = 0.76
 FLEXLLM = SimulationSettings(
-    gpu="A100-80G", gpus=4, objectives_ms=(50.0,), policy="flexllm,windrow", max_batch=128
+    rates="published",
+    gpu="A100-80G",
+    gpus=4,
+    objectives_ms=(50.0,),
+    policy="flexllm,windrow",
+    max_batch=128,
 )
 _STATION = SimulationSettings(
+    rates="published",
     gpu="RTX-3090",
     model="llama-2-7b",
     gpus=1,

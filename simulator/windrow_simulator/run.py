@@ -19,6 +19,7 @@ from windrow_simulator.figures import JobFigures, PolicyFigures, SlotFigures, ad
 from windrow_simulator.scenario import (
     ALONE,
     CELL_GPUS,
+    NAIVE,
     ScenarioParts,
     SimulationSettings,
     terms_for,
@@ -55,7 +56,7 @@ class Cell:
         settings = ground.settings
         self._ground, self._gpus = ground, gpus
         seed = settings.seed * 1_000_003 + number * 1009
-        self.slots = [ground.slot(seed + 7 * i, objective_ms) for i in range(gpus)]
+        self.slots = [ground.slot(seed + 7 * i, objective_ms, policy) for i in range(gpus)]
         terms = terms_for(settings, policy, objective_ms)
         for slot in self.slots:
             slot.set_terms(terms)
@@ -260,8 +261,8 @@ def simulate(
         (policy, objective_ms)
         for objective_ms in settings.objectives_ms
         for policy in settings.policies
-        # What decode does alone depends on no objective.
-        if policy != ALONE or objective_ms == settings.objectives_ms[0]
+        # What decode does alone, or beside a plain process, depends on no objective.
+        if policy not in (ALONE, NAIVE) or objective_ms == settings.objectives_ms[0]
     ]
     cells = cells_of(settings)
     # Jobs are placed on all GPUs at once, so that these are simulated side by side.
@@ -301,7 +302,8 @@ def _figures(
     done: dict[tuple[str, float], list[_Done]],
 ) -> PolicyFigures:
     settings = ground.settings
-    run = (policy, settings.objectives_ms[0] if policy == ALONE else objective_ms)
+    of_none = policy in (ALONE, NAIVE)
+    run = (policy, settings.objectives_ms[0] if of_none else objective_ms)
     by_cell = {number: r for part in done[run] for number, r in part.results.items()}
     results = [by_cell[number] for number in sorted(by_cell)]
     return add_up(

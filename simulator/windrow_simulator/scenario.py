@@ -28,11 +28,13 @@ from windrow_sidecar.qos.predictor import PredictorForm
 from windrow_sidecar.qos.solo import SoloSample
 from windrow_sidecar.qos.terms import HarvestTerms, make_terms
 from windrow_simulator.arena import ArenaGeometry
+from windrow_simulator.calibration import MEASURED_GPU, RatesOf, check_worker_rate, measured
 from windrow_simulator.decode import DecodeGpu, DecodeSettings
 from windrow_simulator.figures import SlotFigures
 from windrow_simulator.hardware import GpuFigures, ModelFigures, gpu_named, model_named
 from windrow_simulator.traffic import JobArrival, Traffic, load_trace, read_jobs
 from windrow_simulator.truth import (
+    GPU_NOISE,
     Assumptions,
     MeasuredTruth,
     Noise,
@@ -42,9 +44,10 @@ from windrow_simulator.truth import (
     Worker,
     gpu_noise,
 )
-from windrow_simulator.worker import SimulatedWorker, WorkerMemory
+from windrow_simulator.worker import PlainWorker, SimulatedWorker, WorkerMemory
 
 ALONE = "alone"  # nothing is harvested: what decode is by itself
+NAIVE = "naive"  # a plain process beside decode: no policy, no partition, no guard
 ALL = "all"
 DEFAULT_GPU = "H200"
 CELL_GPUS = 4  # decode GPUs that share a prefill pool
@@ -66,6 +69,10 @@ class SimulationSettings:
         predictor: what steps teach it (`windrow_sidecar.qos.predictor`).
         without: protections of decode that are off.
         contention: see `truth.Assumptions`.
+        rates: measured: the worker's rate, and what decode feels of it, by what one H200 gave
+            (`calibration`); published: by the roofline alone.
+        worker_rate: tokens a second of the worker that was measured on this kind of GPU, alone on
+            the device and on lent memory beside an idle decode; (): as on that H200.
         levels: shares of the worker in percent; (): as engines have them.
         train: the finetuned model; "": the served one, whose weights are shared.
         lengths: mean prompt and output tokens, instead of those of the trace; (): as it has them.
@@ -106,6 +113,8 @@ class SimulationSettings:
     partition: str = "green"
     levels: tuple[int, ...] = ()
     contention: float = 0.35
+    rates: RatesOf = "measured"
+    worker_rate: tuple[float, ...] = ()
     max_sm_percent: int = 100
     max_memory_percent: int = 50
     memory_gb: float = 0.0
@@ -197,6 +206,19 @@ def checked(settings: SimulationSettings) -> SimulationSettings:
             field="--without",
             remedy=f"Choose of: {', '.join(get_args(Protection))}.",
         )
+    if settings.rates not in get_args(RatesOf):
+        raise UserError(
+            f"{settings.rates!r} is not a source of rates",
+            field="--rates",
+            remedy=f"Choose one of: {', '.join(get_args(RatesOf))}.",
+        )
+    check_worker_rate(settings.worker_rate)
+    if settings.worker_rate and settings.rates != "measured":
+        raise UserError(
+            "has no effect on published rates",
+            field="--worker-rate",
+            remedy="Leave --rates out.",
+        )
     if not settings.objectives_ms:
         raise UserError("none is given", field="--objective", remedy="Write for example 12ms.")
     if sum(weight for _, weight in settings.priorities) <= 0 or any(
@@ -232,7 +254,7 @@ def terms_for(
     Raises:
         UserError: as for the terms that come over the wire.
     """
-    if policy == ALONE:
+    if policy in (ALONE, NAIVE):
         return None
     terms = make_terms(
         name="simulated",
@@ -264,6 +286,9 @@ class ScenarioParts:
     source: str
     jobs: tuple[JobArrival, ...] = ()  # of a list; else as many as the settings say
     prefill: RooflineTruth | None = None
+    plain: RooflineTruth | None = None  # the same device beside a plain process
+    noise: float = GPU_NOISE
+    noise_beside: float | None = None
     residuals: Residuals | None = None  # None: those assumed of a GPU
     notes: tuple[str, ...] = field(default=())
 
@@ -277,23 +302,33 @@ class ScenarioParts:
         """Tokens a second of the worker on a whole device."""
         return self.truth.dedicated_rate * 1e6
 
-    def slot(self, seed: int, objective_ms: float) -> DecodeGpu:
+    def slot(self, seed: int, objective_ms: float, policy: str = "") -> DecodeGpu:
         """Return a fresh GPU whose steps are held against an objective."""
-        worker = SimulatedWorker(
-            self.truth,
+        naive = policy == NAIVE
+        truth = self.plain if naive and self.plain else self.truth
+        made = PlainWorker if naive else SimulatedWorker
+        worker = made(
+            truth,
             (*dict.fromkeys(s.finetune_units for s in self.levels.splits[1:]), self.levels.units),
             self.memory,
             layer_tokens=MICRO_BATCH_TOKENS,
             layers=self.layers,
             draw=random.Random(seed + 1),
+            queue=truth.queue if isinstance(truth, RooflineTruth) else None,
         )
         worker.assign(1)
-        noise = Noise(self.residuals, seed, run=32) if self.residuals else gpu_noise(seed)
+        if isinstance(worker, PlainWorker):
+            worker.run_freely()
+        noise = (
+            Noise(self.residuals, seed, run=32)
+            if self.residuals
+            else gpu_noise(seed, self.noise, self.noise_beside)
+        )
         figures = SlotFigures(objective_ms * 1e3)
         return DecodeGpu(
             self.levels,
             self.profile,
-            self.truth,
+            truth,
             noise,
             worker,
             self.geometry,
@@ -325,7 +360,10 @@ def _published(settings: SimulationSettings, traffic: Traffic) -> ScenarioParts:
     gpu, served = gpu_named(settings.gpu or DEFAULT_GPU), model_named(settings.model)
     trained = model_named(settings.train) if settings.train else served
     disjoint = settings.partition == "green"
-    assumed = Assumptions(contention=settings.contention)
+    assumed = replace(
+        measured(settings.worker_rate) if settings.rates == "measured" else Assumptions(),
+        contention=settings.contention,
+    )
     truth = RooflineTruth(gpu, served, trained, assumed, disjoint=disjoint)
     levels = gpu_levels(gpu, disjoint=disjoint, percents=settings.levels)
     geometry = _geometry(settings, gpu, served)
@@ -342,8 +380,26 @@ def _published(settings: SimulationSettings, traffic: Traffic) -> ScenarioParts:
         device=gpu.name,
         source=gpu.source,
         prefill=truth,
-        notes=("The GPU's figures are published ones and assumptions: none was measured.",),
+        plain=RooflineTruth(gpu, served, trained, assumed, disjoint=False, plain=True),
+        noise=assumed.noise,
+        noise_beside=assumed.noise_beside,
+        notes=(_certainty(settings, gpu),),
     )
+
+
+def _certainty(settings: SimulationSettings, gpu: GpuFigures) -> str:
+    """Return a sentence on how far the rates are known."""
+    if settings.rates == "published":
+        return "The GPU's figures are published ones and assumptions: none was measured."
+    if gpu.name != MEASURED_GPU:
+        return (
+            f"The worker's rate was measured on one {MEASURED_GPU} and is assumed of this GPU, "
+            "whose own figures are published ones."
+        )
+    said = f"The worker's rate is that of two runs on one {MEASURED_GPU}"
+    if settings.partition == "green":
+        return f"{said}, with decode on every SM; what decode on SMs of its own feels is assumed."
+    return f"{said}."
 
 
 def gpu_levels(gpu: GpuFigures, *, disjoint: bool, percents: tuple[int, ...] = ()) -> Partitioning:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from windrow_simulator.gpu_runs import GpuArm
 from windrow_simulator.scenario import ALONE
 
 BOUND_GOAL = 0.9  # of the spatial bound
@@ -225,3 +226,22 @@ def of_replay(result: dict[str, Any]) -> TextTable:
         ["figure", "measured", "simulated", "difference", "goal", ""],
         rows,
     )
+
+
+def of_gpu_run(arms: Sequence[GpuArm], name: str) -> TextTable:
+    """Return measured and simulated figures of a GPU's run (`gpu_runs.compare`)."""
+    rows = [
+        [
+            arm.policy,
+            f"{arm.objective_ms:g}",
+            f"{arm.eta:.3f}",
+            f"{arm.simulated_eta:.3f}",
+            f"{arm.tpot_p50_ms:.2f}",
+            f"{arm.simulated_tpot_p50_ms:.2f}",
+            f"{arm.over:.2%}",
+            f"{arm.simulated_over:.2%}",
+        ]
+        for arm in arms
+    ]
+    both = [f"{what}{said}" for what in ("eta", "TPOT p50 ms", "over") for said in ("", " sim.")]
+    return TextTable(f"{name}: measured and simulated", ["policy", "objective ms", *both], rows)

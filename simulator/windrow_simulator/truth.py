@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from windrow.errors import UserError
+from windrow_sidecar.qos.worker_rate import joint_rate
 from windrow_simulator.hardware import GpuFigures, ModelFigures
+
+GPU_NOISE = 0.015  # that is assumed of a step's time
 
 
 class Truth(Protocol):
@@ -51,6 +54,14 @@ class Assumptions:
         shared_sm: what decode gets of an SM that the worker is on, where it is not confined.
         prefill: share of a matrix product's rate that prefill reaches.
         link_gb_s: at which KV comes from prefill.
+        queued_tokens_s: that the host queues at most for a worker of `QUEUED_LAYERS` layers which
+            can be stopped; infinite: the GPU is all that bounds it.
+        plain_tokens_s: the same of a plain process.
+        beside: share of a busy worker's rate that is left beside a decode on every SM; 0: by
+            `shared_sm`, and decode's reads slow down by `contention`.
+        row_tokens: fewer tokens in a tasklet cost the host as much.
+        noise: of a step's time, standard deviation of its logarithm.
+        noise_beside: the same of a step beside a worker; None: the same figure.
     """
 
     copy: float = 0.896
@@ -63,6 +74,33 @@ class Assumptions:
     shared_sm: float = 0.5
     prefill: float = 0.6
     link_gb_s: float = 25.0
+    queued_tokens_s: float = math.inf
+    plain_tokens_s: float = math.inf
+    beside: float = 0.0
+    row_tokens: int = 0
+    noise: float = GPU_NOISE
+    noise_beside: float | None = None
+
+
+QUEUED_LAYERS = 32  # of the model whose rates were measured
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerQueue:
+    """Bound of a worker's rate by its host, which queues its tasklets.
+
+    Attributes:
+        rate: tokens a microsecond at most.
+        row_tokens: fewer in a tasklet cost the host as much; 0: its cost goes with its tokens.
+    """
+
+    rate: float = math.inf
+    row_tokens: int = 0
+
+    def bound(self, rate: float, tokens: int = 0) -> float:
+        """Return what is left of a rate of the device; `tokens`: of each tasklet, 0: whole rows."""
+        part = min(1.0, tokens / self.row_tokens) if tokens and self.row_tokens else 1.0
+        return joint_rate(rate, self.rate * part)
 
 
 class RooflineTruth:
@@ -76,13 +114,19 @@ class RooflineTruth:
         assumed: Assumptions | None = None,
         *,
         disjoint: bool = True,
+        plain: bool = False,
     ) -> None:
+        """`plain`: the worker is a plain process, which nothing stops."""
         a = self._assumed = assumed or Assumptions()
         self._gpu, self._served, self._disjoint = gpu, served, disjoint
         self._limit = gpu.bandwidth_gb_s * 1e3 * a.copy  # bytes a microsecond
         self._flops = gpu.tflops * 1e6 * a.gemm  # a microsecond
-        self.dedicated_rate = self._flops * a.finetune / trained.train_flops_per_token
-        self._traffic = trained.train_bytes_per_token * self.dedicated_rate / self._limit
+        self._busy_rate = self._flops * a.finetune / trained.train_flops_per_token
+        depth = QUEUED_LAYERS / trained.layers / 1e6
+        self.dedicated_rate = joint_rate(self._busy_rate, a.plain_tokens_s * depth)
+        queued = a.plain_tokens_s if plain else a.queued_tokens_s
+        self.queue = WorkerQueue(queued * depth, 0 if plain else a.row_tokens)
+        self._traffic = trained.train_bytes_per_token * self._busy_rate / self._limit
         self._weights, self._kv = 2 * served.step_parameters, served.kv_token_bytes
         self._folded: dict[tuple[int, int], tuple[float, float]] = {}
 
@@ -102,18 +146,38 @@ class RooflineTruth:
         # that has not stopped yet still has of those that decode took back.
         shared = max(0, decode + finetune - gpu.sms)
         sms = decode - (1 - a.shared_sm) * shared
+        if shared and a.beside:
+            return self._taking_turns(finetune)
         share = min(1.0, sms * a.sm_gb_s * 1e3 / self._limit)
         byte_us = 1 / (self._limit * a.decode * share)
         if finetune:
             worker = self._traffic * finetune / gpu.sms
+            if not math.isinf(self.queue.rate):
+                part = self.queue.bound(self._share(finetune)) / self._busy_rate
+                worker = self._traffic * part
             byte_us *= max(1 + a.contention * worker, share * a.decode + worker)
         return byte_us, self._weights / (self._flops * sms / gpu.sms)
 
+    def _taking_turns(self, finetune: int) -> tuple[float, float]:
+        """The same where both are on the same SMs: decode gets the time that the worker leaves."""
+        rate = self.queue.bound(self.finetune_rate(finetune, beside_decode=True))
+        left = 1 - rate / self._busy_rate
+        whole = self._limit * self._assumed.decode
+        return 1 / (whole * left), self._weights / (self._flops * left)
+
+    def _share(self, finetune: int) -> float:
+        return self._busy_rate * finetune / self._gpu.sms
+
     def finetune_rate(self, finetune: int, *, beside_decode: bool) -> float:
-        """Return the rate by the units; beside decode less by the time that its traffic waits."""
-        rate = self.dedicated_rate * finetune / self._gpu.sms
+        """Return the rate by the units, as far as the GPU bounds it (`queue`: as the host does).
+
+        Beside decode it is less by the time that the worker's traffic waits, or its kernels do.
+        """
+        rate = self._share(finetune)
         if not beside_decode:
             return rate
+        if not self._disjoint and self._assumed.beside:
+            return joint_rate(rate, self._busy_rate * self._assumed.beside)
         if not self._disjoint:
             rate *= 0.5 + 0.5 * self._assumed.shared_sm
         return rate / (1 + self._assumed.contention * self._traffic * self._assumed.decode)
@@ -272,10 +336,19 @@ def _around(moments_ns: Sequence[int], now_ns: int) -> tuple[int, int]:
     return low, max(high, low + 1)
 
 
-def gpu_noise(seed: int) -> Noise:
-    """Noise that is assumed of a GPU: 1.5% around the median, 1 step in 250 up to half longer."""
+def gpu_noise(seed: int, spread: float = GPU_NOISE, beside: float | None = None) -> Noise:
+    """Return a GPU's noise: `spread` around the median, 1 step in 250 up to half longer.
+
+    `beside`: of steps beside a worker; None: the same.
+    """
+    alone = _drawn(spread)
+    residuals = Residuals(alone) if beside is None else Residuals(alone, _drawn(beside))
+    return Noise(residuals, seed)
+
+
+def _drawn(spread: float) -> tuple[float, ...]:
     draw = random.Random(20231116)
-    ratios = [math.exp(draw.gauss(0.0, 0.015)) for _ in range(4096)]
+    ratios = [math.exp(draw.gauss(0.0, spread)) for _ in range(4096)]
     for i in range(0, len(ratios), 250):
         ratios[i] *= 1 + 0.5 * draw.random()
-    return Noise(Residuals(tuple(ratios)), seed)
+    return tuple(ratios)

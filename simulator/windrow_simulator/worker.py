@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from windrow_sidecar.qos.view import LEVELS_MAX, Action, Grant, Offer, Phase
-from windrow_simulator.truth import Truth
+from windrow_simulator.truth import Truth, WorkerQueue
 
 # Of its shortest useful run; what is smaller is not worth a launch.
 _LEAST_TASKLET_US = 200.0
@@ -55,8 +55,10 @@ class SimulatedWorker:
         layer_tokens: int,
         layers: int,
         draw: random.Random,
+        queue: WorkerQueue | None = None,
     ) -> None:
         self._truth, self._levels, self._memory = truth, levels[:LEVELS_MAX], memory
+        self._queue = queue or WorkerQueue()
         self._layer_tokens, self._layers, self._draw = layer_tokens, layers, draw
         self.clock: Callable[[], int] = lambda: 0
         self.held_chunks = 0
@@ -68,7 +70,7 @@ class SimulatedWorker:
         self._until_ns = 0  # until when what was launched under an older grant still runs
         self._until_units = 0
         self._epoch_seen = 0
-        self._rates: dict[tuple[int, bool], float] = {}
+        self._rates: dict[tuple[int, bool, int], float] = {}
         self._estimates: dict[int, tuple[int, ...]] = {}
         self._memory_share = 1.0
         self._heed_memory()
@@ -202,10 +204,12 @@ class SimulatedWorker:
         return made
 
     def _rate(self, units: int, beside_decode: bool) -> float:
-        key = (units, beside_decode)
+        tokens = self._tasklet_tokens(units)
+        key = (units, beside_decode, tokens)
         rate = self._rates.get(key)
         if rate is None:
             rate = self._truth.finetune_rate(units, beside_decode=beside_decode)
+            rate = self._queue.bound(rate, tokens)
             rate = min(rate * self._memory_share, self._swap_bound())
             self._rates[key] = rate
         return rate
@@ -277,3 +281,19 @@ class SimulatedWorker:
     @staticmethod
     def _units(grant: Grant) -> int:
         return grant.finetune_units if grant.action == Action.GO else 0
+
+
+class PlainWorker(SimulatedWorker):
+    """A plain process beside decode: on all units at all times, whatever is granted."""
+
+    def granted(self, grant: Grant) -> None:
+        """Ignore it."""
+
+    def hold(self, chunks: int) -> None:
+        """Have memory of its own."""
+        super().hold(self._memory.wanted)
+
+    def run_freely(self) -> None:
+        """Begin."""
+        self.hold(0)
+        self._grant = Grant(Action.GO, self._levels[-1])

@@ -33,7 +33,7 @@ from windrow_simulator.truth import Assumptions, Noise, Residuals, RooflineTruth
 from windrow_simulator.worker import SimulatedWorker, WorkerMemory
 
 MS = 1_000_000
-SMALL = SimulationSettings(gpus=2, seconds=10, warm_up=2, rate=6, processes=1)
+SMALL = SimulationSettings(rates="published", gpus=2, seconds=10, warm_up=2, rate=6, processes=1)
 
 
 class Plain:
@@ -383,6 +383,9 @@ def test_a_trace_without_a_hole_passes():
         ({"gpus": 0}, "--gpus: 0 is not from 1"),
         ({"rate": float("nan")}, "--rate"),
         ({"partition": "mig"}, "not a partition"),
+        ({"rates": "hoped"}, "not a source of rates"),
+        ({"worker_rate": (6458.0,)}, "no effect on published rates"),
+        ({"rates": "measured", "worker_rate": (2209.0, 6458.0)}, "no more"),
         ({"predictor": "oracle"}, "'oracle' is not a predictor"),
         ({"without": ("guard", "brakes")}, "--without: brakes is not a protection"),
         ({"scope": "perToken"}, "perStep"),

@@ -30,7 +30,7 @@ from windrow_simulator.traffic import (
 from windrow_simulator.truth import Noise, Residuals
 from windrow_simulator.worker import SimulatedWorker, WorkerMemory
 
-SMALL = SimulationSettings(gpus=2, seconds=30, warm_up=2, rate=6, processes=1)
+SMALL = SimulationSettings(rates="published", gpus=2, seconds=30, warm_up=2, rate=6, processes=1)
 TERMS = HarvestTerms("p", "windrow", "harvest", objective_us=100_000, max_memory_percent=100)
 PROFILE = {
     "solo": [{"units": n, "c0Us": 20_000.0, "b0Us": 1000.0, "k0NsPerToken": 0.0} for n in (1, 2)],
