@@ -20,7 +20,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +248,7 @@ def documented(asked: argparse.Namespace) -> None:
         put("limits", found["tables"][1])
         plot_bounds(found["bounds"], asked.docs.parent / "images")
 
-    parts = {
+    parts: dict[str, Callable[[], None]] = {
         "bounds": near_bounds,
         "jobs": lambda: put("jobs", found_of("jobs", JOBS)["tables"][1]),
         "papers": lambda: put("papers", found_of("papers", common, "--papers")["tables"][0]),
