@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from windrow.conditions import Reason
 from windrow.errors import Transient
@@ -14,6 +15,7 @@ from windrow_sidecar.finetune.adapter.adapters import CONFIG_FILE, save_adapter
 from windrow_sidecar.finetune.engine.stages import EvaluationDone, JobStage, Outcome
 from windrow_sidecar.finetune.job.assembly import TrainingSession
 from windrow_sidecar.finetune.job.in_flight import Ran
+from windrow_sidecar.finetune.job.model_card import CARD_FILE, model_card
 from windrow_sidecar.finetune.job.report import JobReporter
 from windrow_sidecar.finetune.job.scalars import Scalars
 from windrow_sidecar.finetune.tasklets import PHASE_WORDS
@@ -257,7 +259,6 @@ class Ledger:
             self.checkpoint()
         except OSError as error:
             self._not_saved(self._stream.position.step, error)
-        self._write_adapter()
         at = self._stream.position
         done = Completion(
             at.step,
@@ -267,6 +268,7 @@ class Ledger:
             base_eval_loss=at.base_eval_loss,
             tuned_eval_loss=self._tuned_loss,
         )
+        self._write_adapter(done)
         kept = ""
         if self._forgets:
             try:
@@ -289,9 +291,15 @@ class Ledger:
             )
         )
 
-    def _write_adapter(self) -> None:
-        model = self._session.model
-        self._folder.put_adapter(lambda folder: save_adapter(model, folder), last=CONFIG_FILE)
+    def _write_adapter(self, done: Completion) -> None:
+        session = self._session
+        card = model_card(session.job.name, session.job.spec, session.rows, done)
+
+        def fill(folder: Path) -> None:
+            save_adapter(session.model, folder)
+            (folder / CARD_FILE).write_text(card, encoding="utf-8")
+
+        self._folder.put_adapter(fill, last=CONFIG_FILE)
 
     def _not_saved(self, step: int, error: OSError) -> None:
         """Tell of the first checkpoint that could not be written since one that was."""
