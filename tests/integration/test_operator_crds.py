@@ -146,6 +146,11 @@ VALUES = [
         for place in ("/m", "s3://b/m", "owner/name", "https://host/m")
     ),
     *({"dataset": {"source": "/d", "weight": n}} for n in (0.5, 100, 101, 0, "1")),
+    *(
+        {"output": {"destination": "/o", **hub, **secret}}
+        for hub in ({}, *({"hub": {"repository": name}} for name in ("a/b", "a", "a/b/c")))
+        for secret in ({}, {"secretRef": {"name": "s"}})
+    ),
     *({"dataset": {"source": "/d", "evalFraction": n}} for n in (5e-05, 0, 0.5, 0.6, "0.1")),
     *({"adapter": {"lora": {"alpha": n}}} for n in (0.5, 16, 0, "16")),
     *({"adapter": {"lora": {"alphaPattern": {"q": n}}}} for n in (0.5, 0)),

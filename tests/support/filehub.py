@@ -1,13 +1,15 @@
 """A Hub on this machine: models and datasets that are folders, over the few calls that we make.
 
 Below a root: `models/OWNER/NAME/...` and `datasets/OWNER/NAME/...`. It knows one revision of each,
-and has no pages and no large-file storage. What it does not know it answers as the Hub does, 404
+and has no pages. What it does not know it answers as the Hub does, 404
 and a code. A file `refuses` below the root holds a status that everything is answered with; while
-there is a file `waits`, nothing is answered.
+there is a file `waits`, nothing is answered. Who has the token in a file `token` may write: large
+files go by the LFS protocol, all others within a commit.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -56,6 +58,78 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_file(parts)
 
     do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        token = self._root / "token"
+        if (refuses := self._root / "refuses").is_file():
+            self._refuse(int(refuses.read_text()))
+        elif parts == ["api", "validate-yaml"]:
+            self._send_json({"errors": [], "warnings": []})
+        elif self.headers["Authorization"] != f"Bearer {token.read_text()}":
+            self._refuse(401)
+        elif parts == ["api", "repos", "create"]:
+            asked = json.loads(content)
+            name = f"{asked['organization']}/{asked['name']}"
+            repository = self._root / "models" / name
+            repository.mkdir(parents=True, exist_ok=True)
+            (self._root / "visibility").write_text(str(asked.get("visibility")))
+            self._send_json({"url": f"{self._address}/{name}"})
+        elif parts[-1] == "batch":
+            self._send_json(
+                {"objects": [self._upload_of(o) for o in json.loads(content)["objects"]]}
+            )
+        elif parts[4] == "preupload":
+            files = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
+                    "shouldIgnore": False,
+                }
+                for file in json.loads(content)["files"]
+            ]
+            self._send_json({"files": files})
+        else:
+            self._commit(self._root / "models" / parts[2] / parts[3], content)
+
+    def do_PUT(self) -> None:
+        large = self._root / "large"
+        large.mkdir(exist_ok=True)
+        content = b"".join(self._pieces())
+        (large / self.path.rpartition("/")[2]).write_bytes(content)
+        self._send(b"", "text/plain")
+
+    def _pieces(self) -> Iterator[bytes]:
+        """Yield a body that comes as a whole, or in chunks."""
+        if "Content-Length" in self.headers:
+            yield self.rfile.read(int(self.headers["Content-Length"]))
+            return
+        while size := int(self.rfile.readline(), 16):
+            yield self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+
+    @property
+    def _address(self) -> str:
+        return f"http://{self.headers['Host']}"
+
+    def _upload_of(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        upload = {"href": f"{self._address}/large/{wanted['oid']}", "header": {}}
+        return {**wanted, "actions": {"upload": upload}}
+
+    def _commit(self, repository: Path, content: bytes) -> None:
+        for line in map(json.loads, content.splitlines()):
+            about = line["value"]
+            if line["key"] == "file":
+                made = base64.b64decode(about["content"])
+            elif line["key"] == "lfsFile":
+                made = (self._root / "large" / about["oid"]).read_bytes()
+            else:
+                continue
+            (repository / about["path"]).write_bytes(made)
+        url = f"{self._address}/{repository.parent.name}/{repository.name}/commit/{COMMIT}"
+        self._send_json({"commitUrl": url, "commitOid": COMMIT, "success": True})
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Say nothing."""

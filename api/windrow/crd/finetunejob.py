@@ -58,6 +58,15 @@ class DeploySpec(Record):
     )
 
 
+class HubSpec(Record):
+    """A repository of the Hub that gets the finished adapter and its model card."""
+
+    repository: Annotated[
+        str, StringConstraints(pattern=r"^[\w.-]+/[\w.-]+$", max_length=NAME_MAX)
+    ] = Field(description="Name of the repository, as owner/name. It is made where there is none.")
+    private: bool = Field(default=True, description="true: one that is made is private.")
+
+
 class OutputSpec(Record):
     """Destination of the adapter."""
 
@@ -75,8 +84,12 @@ class OutputSpec(Record):
                     "destination must name a folder of a bucket: s3://bucket/folder",
                 ),
                 cel(
-                    "!has(self.secretRef) || self.destination.startsWith('s3://')",
-                    "secretRef has a use for s3:// only",
+                    "!has(self.secretRef) || self.destination.startsWith('s3://') || has(self.hub)",
+                    "secretRef has a use for s3:// and hub only",
+                ),
+                cel(
+                    "!has(self.hub) || has(self.secretRef)",
+                    "hub needs a secretRef, whose HF_TOKEN may write to the repository",
                 ),
             ]
         }
@@ -89,8 +102,12 @@ class OutputSpec(Record):
     )
     secret_ref: SecretRef | None = Field(
         default=None,
-        description="Credentials for an s3:// destination. Default: those of the sidecar's "
-        "environment.",
+        description="Credentials for an s3:// destination and for hub (HF_TOKEN). Default: those "
+        "of the sidecar's environment; hub has none.",
+    )
+    hub: HubSpec | None = Field(
+        default=None,
+        description="Repository of the Hub to push the adapter to once it is at its destination.",
     )
     deploy: DeploySpec = Field(
         default_factory=DeploySpec, description="Loading of the adapter into serving pods."
@@ -98,10 +115,15 @@ class OutputSpec(Record):
 
     @model_validator(mode="after")
     def _secret_has_a_use(self) -> Self:
-        if self.secret_ref is not None and not is_bucket(self.destination):
+        if self.secret_ref is not None and not is_bucket(self.destination) and self.hub is None:
             raise invalid(
                 f"secretRef has no use: {self.destination!r} is a path",
                 "Leave it out, or write to s3://bucket/folder.",
+            )
+        if self.hub is not None and self.secret_ref is None:
+            raise invalid(
+                "hub needs a token",
+                "Name a Secret in secretRef whose HF_TOKEN may write to the repository.",
             )
         return self
 

@@ -14,6 +14,7 @@ from windrow.protocol import JobProgress, WorkerEvent
 from windrow_sidecar.finetune.adapter.adapters import CONFIG_FILE, save_adapter
 from windrow_sidecar.finetune.engine.stages import EvaluationDone, JobStage, Outcome
 from windrow_sidecar.finetune.job.assembly import TrainingSession
+from windrow_sidecar.finetune.job.hub import HubRepository
 from windrow_sidecar.finetune.job.in_flight import Ran
 from windrow_sidecar.finetune.job.model_card import CARD_FILE, model_card
 from windrow_sidecar.finetune.job.report import JobReporter
@@ -115,6 +116,7 @@ class Ledger:
         self._session, self._stream, self._folder = session, session.stream, folder
         self._reporter, self._events, self._job_state = reporter, events, job_state
         self._tuned_loss: float | None = None
+        self._hub = HubRepository.of(session.job)
         spec = session.job.spec
         self._scalars = Scalars(
             folder.root,
@@ -147,6 +149,8 @@ class Ledger:
             self._progress(step=done.step, tokens=done.tokens, loss=done.loss)
             self._tell_completion(done, "an earlier worker wrote the adapter")
             return False
+        if self._hub is not None:
+            self._hub.check()
         found = self._newest()
         self._newest = self._folder.newest  # what was handed over takes memory
         if passed_over := self._folder.passed_over:
@@ -268,15 +272,14 @@ class Ledger:
             base_eval_loss=at.base_eval_loss,
             tuned_eval_loss=self._tuned_loss,
         )
-        self._write_adapter(done)
-        kept = ""
+        kept = self._write_adapter(done)
         if self._forgets:
             try:
                 # In this order: who finds neither checkpoint nor note would start over.
                 self._folder.complete(done)
                 self._folder.forget_checkpoints()
             except OSError as error:
-                kept = f"its checkpoints stay: {error}"
+                kept = "; ".join(filter(None, (kept, f"its checkpoints stay: {error}")))
         self._tell_completion(done, kept)
 
     def _tell_completion(self, done: Completion, note: str = "") -> None:
@@ -291,7 +294,8 @@ class Ledger:
             )
         )
 
-    def _write_adapter(self, done: Completion) -> None:
+    def _write_adapter(self, done: Completion) -> str:
+        """Write adapter and card to their places; return what to say of the Hub."""
         session = self._session
         card = model_card(session.job.name, session.job.spec, session.rows, done)
 
@@ -300,6 +304,7 @@ class Ledger:
             (folder / CARD_FILE).write_text(card, encoding="utf-8")
 
         self._folder.put_adapter(fill, last=CONFIG_FILE)
+        return self._hub.push(fill) if self._hub is not None else ""
 
     def _not_saved(self, step: int, error: OSError) -> None:
         """Tell of the first checkpoint that could not be written since one that was."""
