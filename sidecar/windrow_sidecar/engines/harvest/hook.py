@@ -290,6 +290,7 @@ class HarvestHook:
             decision=self._stats.decision,
             predictor_ratio=self._stats.predictor_ratio,
             unit_seconds=self._granted_units.seconds,
+            granted_s=self._granted_units.granted_s,
             tokens_done=self._offers.tokens_done,
         )
 
@@ -301,7 +302,9 @@ class HarvestHook:
     def predicted_tokens_per_second(self, snapshot: StepStatistics) -> float:
         """Return what a worker would get here now; called once a second, with each new snapshot."""
         would = self.controller.headroom_units(snapshot.view)
-        return self._rate.update(snapshot.unit_seconds, snapshot.tokens_done, would)
+        return self._rate.update(
+            snapshot.unit_seconds, snapshot.granted_s, snapshot.tokens_done, would
+        )
 
     def _predictor_of(self, profile: Mapping[str, Any]) -> Predictor:
         settings = self._settings
