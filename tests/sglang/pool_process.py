@@ -52,11 +52,12 @@ def pools(kind: str, dtype: Any) -> tuple[Any, Any, Any]:
         use_arena(pool, arenas[0])
 
     plain, own = stock(**options), stock._create_buffers
-    stock._create_buffers = over_an_arena
+    owner = next(cls for cls in stock.__mro__ if "_create_buffers" in vars(cls))
+    owner._create_buffers = over_an_arena
     try:
         return stock(**options), plain, arenas[0]
     finally:
-        stock._create_buffers = own
+        owner._create_buffers = own
 
 
 def play(kind: str, dtype: Any) -> dict[str, Any]:
