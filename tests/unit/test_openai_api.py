@@ -7,8 +7,10 @@ import hashlib
 import http.client
 import json
 import os
+import runpy
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import openai
@@ -219,6 +221,29 @@ def test_a_job_is_followed_from_its_rows_to_its_tuned_model(held, blue, tmp_path
     assert list(blue.files.list()) == []
     assert blue.models.delete(ended.fine_tuned_model).deleted
     assert list(blue.fine_tuning.jobs.list()) == []
+
+
+def test_the_example_for_users_of_openai_runs_to_its_end(held, endpoint, monkeypatch, capsys):
+    def passes(seconds):
+        body = held.job("blue", "shop-tone")
+        folder = f"{body['spec']['output']['destination']}/.windrow/{body['metadata']['uid']}"
+        os.makedirs(folder)
+        with open(f"{folder}/metrics.jsonl", "w") as figures:
+            figures.write(json.dumps({"step": 1, "loss": 2.5, "tokens": 9}) + "\n")
+        say(held, body, ACCEPTED, DONE, completionTime="2026-01-02T03:06:00Z")
+
+    monkeypatch.setenv("OPENAI_BASE_URL", endpoint)
+    monkeypatch.setenv("OPENAI_API_KEY", BLUE)
+    monkeypatch.delenv("CHAT_BASE_URL", raising=False)
+    monkeypatch.setattr(time, "sleep", passes)
+    cells = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "openai_finetuning.py"))
+    cells["client"].close()
+    said = capsys.readouterr().out
+    for line in ("ftjob-shop-tone", "Step 1: train loss=2.5000", "1,2.5,,9", "ftjob-shop-taste"):
+        assert line in said
+    assert f"tuned model: {MODEL}:blue.shop-tone" in said
+    training = held.job("blue", "shop-taste")["spec"]["training"]
+    assert (training["method"], training["dpo"]) == ("dpo", {"beta": 0.1})
 
 
 def test_another_key_sees_neither_files_nor_jobs_nor_models(held, endpoint, blue):
