@@ -215,6 +215,9 @@ def frozen(scene: Scene, _: Relay) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+        # One that was stopped for longer than it leads ends; in a pod the kubelet starts it again.
+        scene.cluster.operator.stop(timedelta(seconds=5))
+        scene.cluster.operator.start()
 
 
 @contextlib.contextmanager
