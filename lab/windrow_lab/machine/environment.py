@@ -12,7 +12,7 @@ import psutil
 
 # Of the machine: before this process leaves cores to what it measures.
 _CORES = len(os.sched_getaffinity(0))
-_PACKAGES = ("windrow", "torch", "transformers", "peft", "numpy")
+_PACKAGES = ("windrow-harvest", "torch", "transformers", "peft", "numpy")
 
 
 def environment() -> dict[str, Any]:
