@@ -1,4 +1,4 @@
-"""What it gives to send finetune tokens through the products of a decode step, on two cores.
+"""Measure what finetune tokens gain in the products of a decode step, on two cores.
 
 The products of one layer (q, k and v as one, o, gate and up as one, down) of the shape of
 Llama-3.2-1B in fp32, for `b` decode rows and `n` finetune rows; adapters of rank 16 on every
