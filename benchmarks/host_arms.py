@@ -43,7 +43,7 @@ from windrow_sidecar.finetune.standalone.baseline import PlainLoop
 from windrow_sidecar.finetune.standalone.dedicated import open_alone
 from windrow_sidecar.finetune.training.checkpoint import JobFolder
 from windrow_sidecar.heap import settle_heap
-from windrow_sidecar.qos.view import Action, Grant, Phase
+from windrow_sidecar.qos.view import Action, Grant
 
 EPOCH, UNITS, BOUND_US = 1, 132, 50_000
 _BLOCK, _ARENA = 2 << 20, 96 << 30
@@ -92,15 +92,18 @@ class Nobody:
 
 
 def marked(stream: TaskletStream, marks: Marks) -> None:
-    """Have a stream note where its layers begin."""
-    run, words = stream.run, {Phase.FORWARD: "fwd", Phase.BACKWARD: "bwd"}
+    """Have a stream note where its layers begin; a tasklet may have several of them."""
+    stack: Any = stream.parts.stack
+    for phase, word in (("forward", "fwd"), ("backward", "bwd")):
+        run = getattr(stack, phase)
 
-    def noted(tasklet: Any) -> Any:
-        if tasklet.phase in words:
-            marks.note(words[tasklet.phase], tasklet.layer)
-        return run(tasklet)
+        def noted(
+            at: Any, layer: int, *rest: Any, run: Any = run, word: str = word, **named: Any
+        ) -> None:
+            marks.note(word, layer)
+            run(at, layer, *rest, **named)
 
-    stream.run = noted  # type: ignore[method-assign]
+        setattr(stack, phase, noted)
 
 
 def standalone(
