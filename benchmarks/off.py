@@ -217,7 +217,7 @@ def frozen(scene: Scene, _: Relay) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
         # One that was stopped for longer than it leads ends; in a pod the kubelet starts it again.
         scene.cluster.operator.stop(timedelta(seconds=5))
-        scene.cluster.operator.start()
+        scene.cluster.operator.resume()
 
 
 @contextlib.contextmanager
@@ -234,7 +234,7 @@ def gone(scene: Scene, _: Relay) -> Iterator[None]:
     try:
         yield
     finally:
-        scene.cluster.operator.start()
+        scene.cluster.operator.resume()
 
 
 @contextlib.contextmanager

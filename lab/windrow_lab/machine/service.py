@@ -68,6 +68,12 @@ class Service:
         if child is not None:
             child.stop(grace)
 
+    def resume(self) -> None:
+        """Start the process after `stop`; raises OSError when it cannot be started."""
+        with self._lock:
+            self._stopping = False
+        self.start()
+
     def _on_exit(self, exited: Future[int]) -> None:
         with self._lock:
             if self._stopping:
