@@ -1,4 +1,4 @@
-"""What one H200 gave of a worker beside decode, and the simulator's figures that follow from it.
+"""Rates of a worker beside decode on one H200, and the assumptions that agree with them.
 
 Fitted to `benchmarks/results/h200/first_light*.json`: Llama 3 8B, decode on every SM, the worker
 under MPS. The law was measured there alone and is assumed of other GPUs and models.

@@ -116,7 +116,7 @@ class RooflineTruth:
         disjoint: bool = True,
         plain: bool = False,
     ) -> None:
-        """`plain`: the worker is a plain process, which nothing stops."""
+        """Take the figures of both; `plain`: the worker is a process that nothing stops."""
         a = self._assumed = assumed or Assumptions()
         self._gpu, self._served, self._disjoint = gpu, served, disjoint
         self._limit = gpu.bandwidth_gb_s * 1e3 * a.copy  # bytes a microsecond
@@ -159,7 +159,7 @@ class RooflineTruth:
         return byte_us, self._weights / (self._flops * sms / gpu.sms)
 
     def _taking_turns(self, finetune: int) -> tuple[float, float]:
-        """The same where both are on the same SMs: decode gets the time that the worker leaves."""
+        """Return the same for SMs that both are on: decode gets the time that the worker leaves."""
         rate = self.queue.bound(self.finetune_rate(finetune, beside_decode=True))
         left = 1 - rate / self._busy_rate
         whole = self._limit * self._assumed.decode

@@ -1,4 +1,4 @@
-"""What a slot forecasts of a worker's rate, by the units on which one ran."""
+"""A slot's forecast of a worker's rate, by the units on which one ran."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROFILE = {"samples": [{"finetuneUnits": 10, "finetuneTokensPerSecond": 500.0}]}
 
 
 def ran(rate, units, tokens_per_second, would, *, seconds=100, since=(0.0, 0.0, 0)):
-    """A worker on so many units for so long; returns the last forecast, and the counters."""
+    """Return the last forecast beside a worker on so many units, and the counters."""
     spent, granted_s, made = since
     said = 0.0
     for _ in range(seconds):
