@@ -1,7 +1,4 @@
-"""The law of a worker's rate: what its host queues and what its device computes, together.
-
-The simulator, the rate that a slot forecasts and so the operator's placement share it.
-"""
+"""The rate of a worker that its host and its device bound together, for the simulator."""
 
 from __future__ import annotations
 
