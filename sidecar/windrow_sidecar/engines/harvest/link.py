@@ -42,19 +42,17 @@ _THROTTLED_FOR_S = 0.01
 class Throttling:
     """Watches what CPU limits cost decode.
 
+    Attributes:
+        total: since this began to watch.
+
     `read`: since the control groups were made, which may be older than this process.
     """
 
     def __init__(self, read: Callable[[], Throttled]) -> None:
         self._read = read
-        self._first = self._newest = read()
+        self._newest = read()
+        self.total = Throttled(0, 0.0)
         self._unit_seconds = 0.0
-
-    @property
-    def total(self) -> Throttled:
-        """Total since this began to watch."""
-        first, newest = self._first, self._newest
-        return Throttled(newest.periods - first.periods, newest.seconds - first.seconds)
 
     def beside_the_worker(self, unit_seconds: float) -> float:
         """Return the seconds since the last call; 0 where they are few, or no worker ran then.
@@ -63,7 +61,10 @@ class Throttling:
         """
         before, ran = self._newest, unit_seconds > self._unit_seconds
         self._newest, self._unit_seconds = self._read(), unit_seconds
-        seconds = self._newest.seconds - before.seconds
+        # Another control group's counters begin elsewhere: what they differ by is nobody's time.
+        periods = max(0, self._newest.periods - before.periods)
+        seconds = max(0.0, self._newest.seconds - before.seconds)
+        self.total = Throttled(self.total.periods + periods, self.total.seconds + seconds)
         return seconds if ran and seconds >= _THROTTLED_FOR_S else 0.0
 
 
