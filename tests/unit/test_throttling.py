@@ -1,4 +1,4 @@
-"""What CPU limits cost decode, as its link to the agent counts it."""
+"""Count what CPU limits cost decode."""
 
 from windrow_sidecar.cgroup import Throttled
 from windrow_sidecar.engines.harvest.link import Throttling
