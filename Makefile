@@ -36,7 +36,7 @@ help:
 	@echo "   PASSES='--only alone' or PASSES='--but \"side by side\"': some of its passes)"
 	@echo "make gpu    all that a GPU has to show, within a time (ARGS='--budget 600'; docs/gpu.md)"
 	@echo "make check  lint, the unit tests and the core contracts, after each change"
-	@echo "make e2e    what breaks, fault by fault, on a cluster of this machine's processes (about 25 minutes)"
+	@echo "make e2e    what breaks, fault by fault, on a cluster of this machine's processes, and a comparison (half an hour)"
 	@echo "make sglang | test-sglang   SGLang on this machine's cores, in its own environment; its tests"
 	@echo "   (SGLANG_VERSION=0.5.22: another version than the pinned one, in an environment beside it)"
 	@echo "make soak   10^8 random operations on the arena with random kills (ARGS='--operations 1e7 --seed 2')"

@@ -113,8 +113,11 @@ PASSES = {
         Pass("two at a time", ("-m", "sglang and not alone", *SGLANG_LIES, *PAIRED)),
         Pass("alone", ("-m", "sglang and alone", *SGLANG_LIES)),
     ),
-    # What breaks: each fault on a cluster of processes, those of minutes included.
-    "e2e": (Pass("faults", ("tests/e2e/faults",)),),
+    # What takes minutes: each fault on a cluster of processes, and a comparison of ways of sharing.
+    "e2e": (
+        Pass("faults", ("tests/e2e/faults",)),
+        Pass("comparison", ("tests/e2e/test_compare.py",)),
+    ),
     # Under it the whole "side by side" runs for ten minutes; these say most of what a change broke.
     "check": (
         Pass(

@@ -23,7 +23,7 @@ from windrow_lab.compare.run import CompareSettings
 from windrow_lab.demo.run import DemoSettings
 from windrow_lab.load.client import schedule
 
-pytestmark = pytest.mark.paired
+pytestmark = [pytest.mark.paired, pytest.mark.long]
 
 MIB = 1 << 20
 LOOP_BYTES, WORKER_BYTES = 200 * MIB, 60 * MIB

@@ -55,7 +55,7 @@ class Fault:
 
 FAULTS = (
     Fault(processes.worker_killed, stays=False, long=False),
-    Fault(processes.sidecar_hangs, stays=False, long=False, outlasts_s=3 * SILENCE_S),
+    Fault(processes.sidecar_hangs, stays=False, outlasts_s=3 * SILENCE_S),
     Fault(processes.sidecar_hangs_as_the_job_ends, stays=False),
     Fault(processes.worker_killed_again_and_again, stays=False),
     Fault(processes.worker_killed_while_it_loads, stays=False),
