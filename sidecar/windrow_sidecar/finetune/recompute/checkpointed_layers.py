@@ -86,7 +86,7 @@ class PlannedLayers:
         return nullcontext()
 
     def _tensors_of(self, layer: int) -> LayerTensors:
-        """Return where the layer's tensors are; its modules stay the same from its first run on."""
+        """Return where the layer's tensors are, as the newest recordings number them."""
         if layer not in self._tensors:
             self._tensors[layer] = LayerTensors(self._layers[layer])
         return self._tensors[layer]
@@ -131,6 +131,9 @@ class PlannedLayers:
     def _record(
         self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Recording | None:
+        # A recording numbers the tensors that layers have now: the adapter's dropout may have come
+        # since they were looked up. Layers that are alike share it.
+        self._tensors.clear()
         try:
             return record(self._layers[layer], args, kwargs)
         except CannotRecord as error:
