@@ -34,7 +34,9 @@ class MixedSource(Record):
     source: Source = Field(
         description="A place as in dataset.source, with rows of the same format."
     )
-    weight: Weight = Field(default=1.0, description=f"{_WEIGHT}which the seed draws.")
+    weight: Weight = Field(
+        default_factory=lambda: 1.0, description=f"{_WEIGHT}which the seed draws. Left out: 1."
+    )
 
 
 class DatasetSpec(Record):
@@ -70,7 +72,8 @@ class DatasetSpec(Record):
         "turns (for training.method dpo).",
     )
     weight: Weight = Field(
-        default=1.0, description=f"{_WEIGHT}which the seed draws. Of the rows of source."
+        default_factory=lambda: 1.0,
+        description=f"{_WEIGHT}which the seed draws. Of the rows of source. Left out: 1.",
     )
     mixture: list[MixedSource] = Field(
         default_factory=list,

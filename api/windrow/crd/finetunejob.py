@@ -64,7 +64,10 @@ class HubSpec(Record):
     repository: Annotated[
         str, StringConstraints(pattern=r"^[\w.-]+/[\w.-]+$", max_length=NAME_MAX)
     ] = Field(description="Name of the repository, as owner/name. It is made where there is none.")
-    private: bool = Field(default=True, description="true: one that is made is private.")
+    private: bool = Field(
+        default_factory=lambda: True,
+        description="true (the default): one that is made is private.",
+    )
 
 
 class OutputSpec(Record):

@@ -35,17 +35,27 @@ class EarlyStopSpec(Record):
     min_delta: NotNegative = Field(default=0.0, description="By how much a loss has to be lower.")
 
 
+# Fields that came after the first release have no default in the schema: the API server would
+# write it into every job, and a sidecar of that release refuses fields that it does not know.
+
+
+def _sft() -> Literal["sft", "dpo"]:
+    return "sft"
+
+
 class DpoSpec(Record):
     """Settings of direct preference optimization."""
 
     beta: Positive = Field(
-        default=0.1, description="Weight of the distance from the base model: higher stays nearer."
+        default_factory=lambda: 0.1,
+        description="Weight of the distance from the base model: higher stays nearer. "
+        "Left out: 0.1.",
     )
     label_smoothing: float = Field(
-        default=0.0,
+        default_factory=lambda: 0.0,
         ge=0,
         le=0.5,
-        description="Share of the pairs whose preference may be the wrong way round.",
+        description="Share of the pairs whose preference may be the wrong way round. Left out: 0.",
     )
 
 
@@ -81,9 +91,9 @@ class TrainingSpec(Record):
     )
 
     method: Literal["sft", "dpo"] = Field(
-        default="sft",
-        description="sft: learn the rows; dpo: prefer the chosen answer of each row to the "
-        "rejected one, by TRL's sigmoid loss with the base model as the reference.",
+        default_factory=_sft,
+        description="sft (the default): learn the rows; dpo: prefer the chosen answer of each row "
+        "to the rejected one, by TRL's sigmoid loss with the base model as the reference.",
     )
     dpo: DpoSpec | None = Field(default=None, description="Settings of method dpo.")
     epochs: int | None = Field(
