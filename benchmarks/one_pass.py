@@ -190,7 +190,7 @@ def _repeat(core: int, orders: Connection) -> None:
                 layer.run(finetune, rows)
                 taken.append(time.perf_counter() - began)
                 if len(taken) == 3:
-                    orders.send(None)  # enough; it goes on until the other side has what it wants
+                    orders.send(None)  # enough; it repeats until the other side has measured
             orders.recv()
             orders.send(statistics.median(taken))
 

@@ -52,7 +52,7 @@ job = client.fine_tuning.jobs.create(
 )
 print(job.id, job.status)
 
-# %% Follow it. It waits while decode has all compute, and goes on from its checkpoint.
+# %% Follow the job. It waits while decode needs all compute, and resumes from its checkpoint.
 seen: set[str] = set()
 while job.status not in ("succeeded", "failed", "cancelled"):
     time.sleep(10)

@@ -188,7 +188,7 @@ def _renamed(found: Fields, columns: Mapping[str, str], where: str) -> Fields:
     return {**kept, **{name: found[column] for name, column in own.items()}}
 
 
-# By which rows of preferences are told that are written as OpenAI's API has them.
+# Fields by which a row of preferences in the form of OpenAI's API is recognised.
 _OPENAIS = "preferred_output"
 
 

@@ -17,9 +17,9 @@ import math
 from typing import Literal
 
 from windrow.errors import UserError
-from windrow_sidecar.qos.worker_rate import other_bound
 from windrow_simulator.hardware import gpu_named, model_named
 from windrow_simulator.truth import Assumptions, RooflineTruth
+from windrow_simulator.worker_rate import other_bound
 
 RatesOf = Literal["measured", "published"]
 
@@ -61,8 +61,8 @@ def check_worker_rate(worker_rate: tuple[float, ...]) -> None:
     sound = len(worker_rate) <= 2 and all(0 < rate < math.inf for rate in worker_rate)
     if not sound or list(worker_rate) != sorted(worker_rate, reverse=True):
         raise UserError(
-            f"{':'.join(f'{rate:g}' for rate in worker_rate)} is not a dedicated rate and a rate "
-            "beside an idle decode that is no more",
+            f"{':'.join(f'{rate:g}' for rate in worker_rate)} is not a dedicated rate, "
+            "or one and a rate beside an idle decode that is at most as high",
             field="--worker-rate",
             remedy="Write tokens a second, for example 6458:2209 or 6458.",
         )

@@ -42,7 +42,7 @@ def compare(path: Path, *, seed: int = 7) -> list[GpuArm]:
     `gaps` is an arm of the benchmark, and no policy of the product.
 
     Raises:
-        UserError: that is no result of first light on a GPU whose figures are known.
+        UserError: the file is not a first-light result of a known GPU.
     """
     run = _read(path)
     values = {row["name"]: row["value"] for row in run["results"]}

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from windrow.errors import UserError
-from windrow_sidecar.qos.worker_rate import joint_rate
 from windrow_simulator.hardware import GpuFigures, ModelFigures
+from windrow_simulator.worker_rate import joint_rate
 
 GPU_NOISE = 0.015  # that is assumed of a step's time
 

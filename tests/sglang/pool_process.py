@@ -169,7 +169,7 @@ def lend(of: str) -> dict[str, Any]:
         while (slots := allocator.alloc(page)) is not None:
             taken.append(slots)
         left = allocator.available_size()
-        assert left == 0, f"{left} tokens are free and cannot be had"
+        assert left == 0, f"{left} tokens are free but cannot be allocated"
         allocator.free(torch.cat(taken))
         return sorted(int(slots[0]) // page for slots in taken)
 

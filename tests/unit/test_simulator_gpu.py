@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from windrow.errors import UserError
-from windrow_sidecar.qos.worker_rate import joint_rate, other_bound
 from windrow_simulator import calibration
 from windrow_simulator.gpu_runs import compare
 from windrow_simulator.hardware import gpu_named, model_named
 from windrow_simulator.truth import RooflineTruth
+from windrow_simulator.worker_rate import joint_rate, other_bound
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RUNS = sorted(

@@ -40,7 +40,7 @@ def wanted_program(environ: Mapping[str, str] = os.environ) -> ProgramName:
     """Return the program that a worker was asked to use; eager where nothing is said.
 
     Raises:
-        UserError: there is no such program.
+        UserError: the variable names no known program.
     """
     value = environ.get(ENV_LAYER_PROGRAM) or PROGRAMS[0]
     for name in PROGRAMS:

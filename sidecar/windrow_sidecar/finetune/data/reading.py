@@ -182,7 +182,7 @@ class _Rows:
         """Read, check, tokenize and store the rows of one place, which a field names.
 
         Raises:
-            UserError: see `read_dataset`; there is no row to use.
+            UserError: see `read_dataset`; no row can be used.
         """
         before, wrong = len(self._stored), self.wrong.count
         with _about(f"spec.dataset.{field}"):

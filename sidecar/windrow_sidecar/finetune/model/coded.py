@@ -26,8 +26,8 @@ _OF_EXPERTS = {
     "down_proj": (("down_proj", "w2"),),
 }
 _EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight$")
-# Codecs whose parts lie in rows of the weight, so that weights can lie below each other; and the
-# parts of which there is one number for a weight.
+# Codecs whose parts are rows of the weight, so that weights can be stacked by rows; and the parts
+# that hold one number for a whole weight.
 _BY_ROWS = ("fp8", "mxfp4", "nvfp4-factor", "nvfp4-divisor", "int8", "int4")
 _OF_ALL_ROWS = ("factor", "divisor")
 # Of one weight at a time; for each device and type, as large as the largest weight so far.

@@ -123,7 +123,7 @@ class Head:
             targets: [lines, tokens], int64, on the host: what follows each token; -100: ignored.
             row_of: [lines, tokens], int64, on the host: to which row a token belongs.
             rows: how many there are.
-            learn: False: there is no gradient.
+            learn: False: no gradient is computed.
             dropout: receives which of the tokens run, where it is set for all of them.
         """
         at, labels = _labelled(targets, hidden.device)
