@@ -7,7 +7,7 @@ import sys
 from datetime import timedelta
 
 import pytest
-from waiting import DEADLINE_SECONDS, wait_until
+from waiting import DEADLINE_SECONDS, processes_below, wait_until
 
 from windrow.errors import Transient
 from windrow_lab.cluster.up import start_ticks
@@ -73,23 +73,23 @@ def test_what_left_the_process_group_of_a_child_ends_with_it_too(keeper, tmp_pat
     [escaped] = wait_until(lambda: pids_in(log), "the pid of the grandchild")
     child.signal(signal.SIGKILL)
     child.exited.result(timeout=DEADLINE_SECONDS)
-    assert escaped not in descendants(os.getpid())
+    assert escaped not in processes_below()
 
 
 def test_closing_the_keeper_ends_all_and_removes_what_it_owns(tmp_path):
     log, owned, given_back = tmp_path / "log", tmp_path / "owned", tmp_path / "given-back"
     owned.mkdir()
     given_back.mkdir()
-    before = descendants(os.getpid())
+    before = processes_below()
     with Keeper() as keeper:
         keeper.own(owned)
         keeper.own(given_back)
         keeper.disown(given_back)
         child = keeper.start(python(ESCAPER, log))
         wait_until(lambda: pids_in(log), "the pid of the grandchild")
-        assert len(descendants(os.getpid()) - before) == 3
+        assert len(processes_below() - before) == 3
     assert child.exited.result(timeout=0) < 0
-    assert descendants(os.getpid()) <= before
+    assert processes_below() <= before
     assert not owned.exists()
     assert given_back.exists()
 

@@ -9,6 +9,7 @@ import time
 import pytest
 from kubernetes import client, config
 from rich.console import Console
+from waiting import processes_below
 
 from windrow.errors import UserError
 from windrow_lab.cluster.local import ClusterError, ClusterSettings
@@ -85,9 +86,9 @@ def test_a_stale_state_file_ends_no_stranger(settings):
 
 
 def test_a_cluster_that_does_not_come_up_says_why_and_leaves_nothing(settings):
-    before = descendants(os.getpid())
+    before = processes_below()
     broken = ClusterSettings(tools=settings.tools, operator_arguments=("--no-such-flag",))
     with pytest.raises(ClusterError, match="no-such-flag"):
         up(broken, console=QUIET)
-    assert descendants(os.getpid()) <= before
+    assert processes_below() <= before
     assert running_cluster() is None

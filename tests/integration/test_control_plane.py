@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from kubernetes import client
-from waiting import wait_until
+from waiting import processes_below, wait_until
 
 from windrow.errors import UserError
 from windrow_lab.controlplane.server import ControlPlane, ControlPlaneError, ControlPlaneSettings
@@ -81,10 +81,10 @@ def test_a_token_for_the_sidecars_audience_is_reviewed_and_no_use_elsewhere(
 
 def test_stopping_it_leaves_neither_process_nor_file(tools, tmp_path):
     directory = tmp_path / "cp"
-    before = descendants(os.getpid())
+    before = processes_below()
     with ControlPlane(ControlPlaneSettings(tools, directory=directory)):
-        assert len(descendants(os.getpid()) - before) >= 4
-    assert descendants(os.getpid()) <= before
+        assert len(processes_below() - before) >= 4
+    assert processes_below() <= before
     assert not directory.exists()
 
 
@@ -126,16 +126,16 @@ def is_running(pid):
 
 def test_stopping_it_after_its_supervisor_was_killed_leaves_nothing_either(tools, tmp_path):
     directory = tmp_path / "cp"
-    before = descendants(os.getpid())
+    before = processes_below()
     with ControlPlane(ControlPlaneSettings(tools, directory=directory)):
         (supervisor,) = (
             pid
-            for pid in descendants(os.getpid()) - before
+            for pid in processes_below() - before
             if b"windrow_lab.machine.child_processes"
             in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         )
         os.kill(supervisor, signal.SIGKILL)
-        wait_until(lambda: descendants(os.getpid()) <= before, "all processes are gone")
+        wait_until(lambda: processes_below() <= before, "all processes are gone")
     assert not directory.exists()
 
 
@@ -156,7 +156,7 @@ def test_a_component_that_fails_shows_the_end_of_its_log(tools, tmp_path):
     broken.write_text("#!/bin/sh\necho flag provided but not defined: --of-the-future\nexit 2\n")
     broken.chmod(0o755)
     mixed = Tools(tools.etcd, broken, tools.kube_controller_manager, origin="test")
-    before = descendants(os.getpid())
+    before = processes_below()
     plane = ControlPlane(ControlPlaneSettings(mixed, directory=tmp_path / "cp"))
     with pytest.raises(ControlPlaneError, match="status 2") as failed:
         plane.start()
@@ -164,4 +164,4 @@ def test_a_component_that_fails_shows_the_end_of_its_log(tools, tmp_path):
     assert str(plane.log_dir) in str(failed.value)
     assert (plane.log_dir / "kube-apiserver.log").exists()
     assert not (tmp_path / "cp" / "tokens.csv").exists()
-    assert descendants(os.getpid()) <= before
+    assert processes_below() <= before

@@ -5,21 +5,20 @@ import signal
 
 import pytest
 from kubernetes import client, config
-from waiting import wait_until
+from waiting import processes_below, wait_until
 
 from windrow_lab.cluster.local import ClusterError, ClusterSettings, LocalCluster
-from windrow_lab.machine.child_processes import descendants
 
 
 @pytest.fixture(scope="module")
 def cluster(tools, tmp_path_factory):
-    before = descendants(os.getpid())
+    before = processes_below()
     settings = ClusterSettings(
         tools=tools.etcd.parent, log_dir=tmp_path_factory.mktemp("logs"), node_name="laptop"
     )
     with LocalCluster(settings) as running:
         yield running
-    assert descendants(os.getpid()) <= before
+    assert processes_below() <= before
     assert not running.kubeconfig.exists()
 
 
@@ -68,10 +67,10 @@ def test_an_operator_that_is_killed_runs_again(cluster):
 
 
 def test_an_operator_that_cannot_start_is_shown_by_its_log(tools, tmp_path):
-    before = descendants(os.getpid())
+    before = processes_below()
     settings = ClusterSettings(
         tools=tools.etcd.parent, log_dir=tmp_path, operator_arguments=("--no-such-flag",)
     )
     with pytest.raises(ClusterError, match="no-such-flag"):
         LocalCluster(settings).start()
-    assert descendants(os.getpid()) <= before
+    assert processes_below() <= before

@@ -103,8 +103,13 @@ def test_an_engine_that_is_refused_is_counted_and_the_job_is_told_the_plugins_re
     assert ready["status"] == "False"
     assert why in ready["message"]
     assert status["sidecarVersion"] == "0.0.9"
-    wait_until(lambda: cluster.get("harvestpolicies", "chat")["status"].get("refused") == 1, "it")
-    held = cluster.get("harvestpolicies", "chat")["status"]["conditions"]
+
+    def counted():
+        # The slot may be written before the policy has a status at all.
+        status = cluster.get("harvestpolicies", "chat").get("status", {})
+        return status if status.get("refused") == 1 else None
+
+    held = wait_until(counted, "the policy counts a refused engine")["conditions"]
     selects = next(c for c in held if c["type"] == "SelectsPods")
     assert selects["message"].endswith(f"the first: decode-0: {why}")
     cluster.job()

@@ -281,7 +281,7 @@ def test_a_harvesting_policy_gets_a_sidecar_when_a_job_waits_and_the_job_is_plac
     pod = cluster.create_pod("decode-0")
     make_ready(cluster, "decode-0")
     wait_until(
-        lambda: cluster.get("harvestpolicies", "chat")["status"].get("pods") == 1,
+        lambda: cluster.get("harvestpolicies", "chat").get("status", {}).get("pods") == 1,
         "the operator has seen the pod",
     )
     assert sidecars_of(cluster) == []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+
+from windrow_lab.machine.child_processes import descendants
 
 T = TypeVar("T")
 # Only a test that fails waits for so long; the slowest start, a cluster's, takes 20 s.
@@ -28,3 +31,18 @@ def is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def processes_below() -> set[int]:
+    """Return what runs below this process, without the fork server of the tests.
+
+    `support.forked_start` starts it when a test first starts a program, and keeps it.
+    """
+    return {pid for pid in descendants(os.getpid()) if b"agent.fork_server" not in _command(pid)}
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
