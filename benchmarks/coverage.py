@@ -54,7 +54,9 @@ _POOLS: tuple[tuple[str, str], ...] = (
     (r"v3[.-]?2|glm-?5", "indexed"),  # sparse attention keeps an index
     (r"qwen3[.-]?5|qwen3-next|nemotron-?(h|nano|3)|kimi-linear", "hybrid"),
     (r"minimax-?m2", "heads"),
-    (r"nemotron|gpt-oss|llama-?4|gemma|mimo|minimax", ""),
+    (r"gpt-oss", "windows"),  # those of layers that see all tokens
+    (r"gemma-?(2|3-1b)", "heads"),  # one pool for all layers; larger ones of Gemma 3 see images
+    (r"nemotron|llama-?4|gemma|mimo|minimax", ""),
     (r"embed|bge|gte|gme|e5-|rerank|vl|vision|whisper|ocr|audio", ""),
     (r"deepseek|dsr1|\br1\b|kimi", "latent"),
     (r"qwen[123]?|llama|mi[sx]tral|phi|granite|command|olmo|yi-|glm-?4", "heads"),

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,10 +122,29 @@ def hybrid(**options: Any) -> Any:
     )
 
 
+@contextmanager
+def plugged(plugin: Any) -> Iterator[None]:
+    """Hook what makes pools and allocators, as the plugin does where it runs."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.platforms import current_platform
+
+    stock = {cls: cls._create_buffers for cls in (MHATokenToKVPool, MLATokenToKVPool)}
+    platform = type(current_platform)
+    allocators = platform.get_paged_allocator_cls
+    for cls, own in stock.items():
+        cls._create_buffers = lambda pool, own=own: plugin.create_buffers(own, pool)
+    platform.get_paged_allocator_cls = lambda self: plugin.paged_allocator(allocators(self))
+    try:
+        yield
+    finally:
+        platform.get_paged_allocator_cls = allocators
+        for cls, own in stock.items():
+            cls._create_buffers = own
+
+
 def lend(of: str) -> dict[str, Any]:
     """Lend of a target's pool while another one lies under the same page numbers."""
     import torch
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
     from windrow.rundir import RunDir
     from windrow_sidecar._core import Arena
@@ -130,11 +152,8 @@ def lend(of: str) -> dict[str, Any]:
     from windrow_sidecar.engines.sglang.pool import buffers_of, bytes_beside, pool_of_tokens
 
     ours = Plugin(RunDir(Path(sys.argv[1]).parent), {})
-    stock = {cls: cls._create_buffers for cls in (MHATokenToKVPool, MLATokenToKVPool)}
-    for cls, own in stock.items():
-        cls._create_buffers = lambda pool, own=own: ours.create_buffers(own, pool)
     draft = None
-    try:
+    with plugged(ours):
         if of == "hybrid":
             target = hybrid(**HEADS)
         elif of == "hybrid, latent":
@@ -146,9 +165,6 @@ def lend(of: str) -> dict[str, Any]:
             if of == "EAGLE" or of.endswith("MTP"):  # a draft's heads are its own
                 other = {"head_num": 1} if of == "EAGLE" else {}
                 draft = cls(**options | other | {"layer_num": 1})
-    finally:
-        for cls, own in stock.items():
-            cls._create_buffers = own
     page = target.page_size
     allocator = ours.paged_allocator(None)(
         SIZE, page_size=page, dtype=torch.bfloat16, device="cpu", kvcache=target, need_sort=True
@@ -198,7 +214,200 @@ def lend(of: str) -> dict[str, Any]:
         "others keep theirs": all(map(torch.equal, theirs, before)),
         "others reach every page": all(len(b) * b[0].numel() >= SIZE for b in theirs),
         "layers": len(mine),
-        "beside": [len(theirs), ours.draft_bytes + bytes_beside(target)],
+        "beside": [len(theirs), ours.unlent_bytes + bytes_beside(target)],
+    }
+
+
+class Windows:
+    """Pool and allocator as SGLang has them for a model in which layers 1 and 4 see all tokens."""
+
+    FULL, WINDOWED = (1, 4), (0, 2, 3)
+    SIZE_OF_WINDOWS, SPAN = 320, 24
+
+    def __init__(self) -> None:
+        import torch
+        from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+        from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+        options = {"dtype": torch.bfloat16, "page_size": PAGE, "device": "cpu"}
+        self.pool = SWAKVPool(
+            size=SIZE,
+            size_swa=self.SIZE_OF_WINDOWS,
+            full_attention_layer_ids=[*self.FULL],
+            swa_attention_layer_ids=[*self.WINDOWED],
+            enable_memory_saver=False,
+            **HEADS,
+            **options,
+        )
+        self.allocator = SWATokenToKVPoolAllocator(
+            SIZE, self.SIZE_OF_WINDOWS, kvcache=self.pool, need_sort=True, **options
+        )
+        self.slots: dict[int, Any] = {}  # of each request's tokens, in the whole context's pool
+        self.passed: dict[int, int] = {}  # tokens of a request that no window sees any more
+
+    def begin(self, request: int, kv: Any) -> None:
+        import torch
+
+        n = len(kv[0])
+        lengths, none = torch.tensor([n]), torch.tensor([0])
+        self.slots[request] = self.allocator.alloc_extend(
+            none, none, lengths, lengths, torch.tensor([-1]), n
+        )
+        self.passed[request] = 0
+        self._write(self.slots[request], kv)
+
+    def step(self, kv: Any) -> None:
+        """Add a token to every request."""
+        import torch
+
+        lengths = torch.tensor([len(slots) + 1 for slots in self.slots.values()])
+        last = torch.stack([slots[-1] for slots in self.slots.values()])
+        found = self.allocator.alloc_decode(lengths, lengths, last)
+        self._write(found, kv)
+        for request, slot in zip(self.slots, found, strict=True):
+            self.slots[request] = torch.cat([self.slots[request], slot[None]])
+
+    def slide(self) -> None:
+        """Free what windows have passed, as SGLang does while a request runs."""
+        for request, slots in self.slots.items():
+            at, until = self.passed[request], (len(slots) - self.SPAN) // PAGE * PAGE
+            if until > at:
+                self.allocator.free_swa_segment(slots[at:until], start_pos=at)
+                self.passed[request] = until
+
+    def end(self, request: int) -> None:
+        slots, at = self.slots.pop(request), self.passed.pop(request)
+        self.allocator.free_full_segment(slots[:at], start_pos=0)
+        self.allocator.free_segment(slots[at:], start_pos=at)
+
+    def read(self, request: int) -> list[Any]:
+        """KV of a request, layer by layer: of windows what they still see."""
+        slots, at = self.slots[request], self.passed[request]
+        inside = self.pool.translate_loc_from_full_to_swa(slots[at:])
+        places = {**dict.fromkeys(self.FULL, slots), **dict.fromkeys(self.WINDOWED, inside)}
+        return [
+            buffer[place]
+            for layer, place in places.items()
+            for buffer in self.pool.get_kv_buffer(layer)
+        ]
+
+    def _write(self, slots: Any, kv: Any) -> None:
+        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+        at = KVWriteLoc(slots, self.pool.translate_loc_from_full_to_swa(slots))
+        for layer in (*self.FULL, *self.WINDOWED):
+            k, v = (part + layer for part in kv)
+            self.pool.set_kv_buffer(SimpleNamespace(layer_id=layer), at, k, v)
+
+
+def windows(seed: int) -> dict[str, Any]:
+    """Play requests at random on ours and on stock pools, while pages of ours are lent."""
+    import torch
+
+    from windrow.rundir import RunDir
+    from windrow_sidecar._core import DRAINING, Arena
+    from windrow_sidecar._core import LENT as LENT_STATE
+    from windrow_sidecar.engines.sglang.plugin import Plugin, allocator_of_tokens, lent_tokens
+
+    plugin = Plugin(RunDir(Path(sys.argv[1]).parent), {})
+    with plugged(plugin):
+        ours = Windows()
+    stock, arena = Windows(), plugin.arena
+    socket = str(Path(sys.argv[1]).with_name("windows.sock"))
+    arena.serve(socket)
+    worker = Arena.attach(socket)
+    chance, draw = random.Random(seed), torch.Generator().manual_seed(seed)
+    lending = allocator_of_tokens(ours.allocator)
+    seen = {"lent": 0, "asked back": 0, "most requests": 0}
+    wrong: list[str] = []
+
+    def lend_some() -> None:
+        lending.set_free(chance.randrange(1, 3), keep_pages=4)
+        lending.settle(1 << 62)
+        for chunk in arena.lend(2, owner=7):
+            at, n = worker.chunk_offset(chunk), arena.geometry.chunk_bytes
+            torch.from_dlpack(worker.tensor(at, n)).fill_(0xFF)  # NaN in bfloat16
+            seen["lent"] += 1
+        lending.chunks.refresh()
+
+    def ask_back() -> None:
+        arena.revoke(arena.geometry.chunks)
+        for chunk in worker.draining(7):
+            worker.give_back(chunk, owner=7)
+            seen["asked back"] += 1
+        lending.chunks.refresh()
+
+    def kv_of(n: int) -> tuple[Any, ...]:
+        shape = (n, HEADS["head_num"], HEADS["head_dim"])
+        return tuple(torch.randn(shape, generator=draw).to(torch.bfloat16) for _ in range(2))
+
+    def both(call: str, tokens: int, *args: Any) -> None:
+        """Do it on both where there is room, as SGLang asks before; ours may have lent it."""
+        if stock.allocator.available_size() < tokens:
+            return
+        if ours.allocator.available_size() < tokens:
+            ask_back()
+        for one in (stock, ours):
+            getattr(one, call)(*args)
+
+    def check() -> None:
+        held = {page for slots in ours.slots.values() for page in (slots // PAGE).tolist()}
+        lent = {
+            page
+            for chunk, state in enumerate(arena.states())
+            if state in (LENT_STATE, DRAINING)
+            for page in lending.chunks.pages_of(chunk)
+        }
+        if held & lent:
+            wrong.append("a lent page is a request's")
+        free = lending.available_size() + lent_tokens(ours.allocator)
+        if free != stock.allocator.full_available_size():
+            wrong.append(f"{free} tokens are free or lent")
+        if ours.allocator.swa_available_size() != stock.allocator.swa_available_size():
+            wrong.append("windows have other pages free")
+        if ours.slots:
+            request = chance.choice([*ours.slots])
+            pairs = zip(ours.read(request), stock.read(request), strict=True)
+            if not all(torch.equal(mine, theirs) for mine, theirs in pairs):
+                wrong.append("a request reads other KV")
+
+    for n in range(300):
+        what = chance.random()
+        if what < 0.15 and len(stock.slots) < 6:
+            length = chance.randrange(1, 90)
+            both("begin", length + PAGE, n, kv_of(length))
+        elif what < 0.6 and stock.slots:
+            both("step", len(stock.slots) * PAGE, kv_of(len(stock.slots)))
+        elif what < 0.7 and stock.slots:
+            both("end", 0, chance.choice([*stock.slots]))
+        elif what < 0.9:
+            lend_some()
+        elif what < 0.95:
+            ask_back()
+        ours.slide()
+        stock.slide()
+        seen["most requests"] = max(seen["most requests"], len(stock.slots))
+        check()
+    for request in [*stock.slots]:
+        both("end", 0, request)
+    check()
+    ask_back()
+    check()
+    infos = [pool.get_contiguous_buf_infos() for pool in (ours.pool, stock.pool)]
+    states = [pool.get_state_buf_infos() for pool in (ours.pool, stock.pool)]
+    full, window = ours.pool.full_kv_pool, ours.pool.swa_kv_pool
+    g = arena.geometry
+    return {
+        "wrong": wrong[:5],
+        **seen,
+        "infos": [list(map(list, i[1:])) == list(map(list, j[1:])) for i, j in (infos, states)],
+        "sent from": [
+            {*infos[0][0]} == {b.data_ptr() for b in (*full.k_buffer, *full.v_buffer)},
+            {*states[0][0]} == {b.data_ptr() for b in (*window.k_buffer, *window.v_buffer)},
+        ],
+        "layers": g.layers,
+        "unlent": plugin.unlent_bytes,
+        "cleared": [ours.allocator.clear(), ours.allocator.full_available_size()][1],
     }
 
 
@@ -222,6 +431,7 @@ def main() -> None:
         if kind != "latent with an index" or name == "bf16"
     }
     found["lent"] = {of: lend(of) for of in LENT}
+    found["windows"] = windows(seed=4)
     Path(sys.argv[1]).write_text(json.dumps(found))
 
 

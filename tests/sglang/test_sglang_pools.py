@@ -76,3 +76,16 @@ def test_a_page_is_lent_of_every_pool_under_its_number_or_of_none(
         "layers": layers,
         "beside": [others, n_bytes],
     }
+
+
+def test_of_sliding_windows_the_other_layers_pages_are_lent_and_the_windows_stay(played):
+    found = played["windows"]
+    # Stock's pool beside ours: KV of each request, free pages of both parts, nothing lent in use.
+    assert found["wrong"] == []
+    assert found["lent"] == found["asked back"] > 10
+    assert found["most requests"] == 6
+    # Transfers: lengths as stock's; the context from the arena, the windows from SGLang's memory.
+    assert found["infos"] == found["sent from"] == [True, True]
+    assert found["layers"] == 2
+    assert found["unlent"] == 2 * 3 * (320 + 16) * 2 * 16 * 2
+    assert found["cleared"] == 960

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -46,6 +47,45 @@ def test_a_model_whose_kv_is_of_another_kind_is_named_once(caplog, tmp_path):
     (record,) = caplog.records
     assert "the model's KV is in a MLATokenToKVPool" in record.getMessage()
     assert record.exc_info is None
+    assert ours.off
+
+
+@dataclass
+class PoolStats:
+    """What SGLang counts of a pool with sliding windows, as far as the plugin asks."""
+
+    full_num_used: int
+    full_token_usage: float
+    full_capacity: int
+    swa_num_used: int = 40
+
+
+def test_tokens_that_are_lent_beside_sliding_windows_are_neither_used_nor_leaked(tmp_path):
+    ours = plugin.Plugin(RunDir(tmp_path), {})
+    windows = SimpleNamespace(full_attn_allocator=SimpleNamespace(lent_tokens=256))
+    observer = SimpleNamespace(token_to_kv_pool_allocator=windows)
+    stats = ours.token_info(PoolStats(356, 0.356, 1000), observer)
+    assert stats == PoolStats(100, 0.1, 1000)
+    (checker, _), uncached = ours.check_full_pool(observer, stats, 5)
+    assert (checker, uncached) == (observer, {"uncached": 261})
+
+
+def test_a_pool_in_the_arena_that_is_not_the_one_of_all_tokens_is_not_harvested(caplog, tmp_path):
+    """SGLang may make the windows' pool in the arena, where it is the first of a known kind."""
+    ours = plugin.Plugin(RunDir(tmp_path), {})
+    ours.arena, ours.allocator_class = SimpleNamespace(), PoolStats
+    of_windows = PoolStats(0, 0.0, 1000)
+    ours.scheduler = SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(
+            full_attn_allocator=SimpleNamespace(),
+            swa_attn_allocator=of_windows,
+            get_kvcache=MLATokenToKVPool,
+        )
+    )
+    with caplog.at_level(logging.ERROR):
+        ours._guarded("not started", ours._start)
+    (record,) = caplog.records
+    assert "the model's KV is in a MLATokenToKVPool" in record.getMessage()
     assert ours.off
 
 

@@ -37,6 +37,7 @@ UPDATER = f"{_COMPONENTS}.weight_updater.SchedulerWeightUpdaterManager"
 POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 LATENT_POOL = "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool"
 ALLOCATOR = "sglang.srt.mem_cache.allocator.PagedTokenToKVPoolAllocator"
+WINDOWS_ALLOCATOR = "sglang.srt.mem_cache.allocator.swa.SWATokenToKVPoolAllocator"
 GRAPHS_MODULE = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
 GRAPHS = f"{GRAPHS_MODULE}.DecodeCudaGraphRunner"
 RESERVE = "sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode"
@@ -53,6 +54,7 @@ NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (f"{CHECKER}._check_full_pool", ("self", "ps", "uncached")),
     (f"{OBSERVER}._get_token_info", ("self",)),
     (f"{OBSERVER}._get_mamba_token_info", ("self",)),
+    (f"{OBSERVER}._get_swa_token_info", ("self",)),
     (f"{SLEEPER}.maybe_sleep", ("self",)),
     (f"{UPDATER}.update_weights_from_disk", ("self",)),
     (f"{UPDATER}.update_weights_from_distributed", ("self",)),
@@ -64,6 +66,7 @@ NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (f"{POOL}._build_kv_buffer_descs", ("self",)),
     (f"{POOL}._init_data_ptrs_and_strides", ("self",)),
     (f"{ALLOCATOR}.__init__", ("self", "size", "page_size", "dtype", "device", "kvcache")),
+    (f"{WINDOWS_ALLOCATOR}.__init__", ("self", "size", "size_swa", "page_size")),
     (f"{ALLOCATOR}.available_size", ("self",)),
     (f"{ALLOCATOR}.clear", ("self",)),
     (f"{ALLOCATOR}.alloc", ("self", "need_size")),

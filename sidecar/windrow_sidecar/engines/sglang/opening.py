@@ -49,7 +49,7 @@ class Opened:
     weights: SharedModel | None
     fingerprint: str  # of the served checkpoint
     shares: GraphShares | None  # of a GPU's decode, where it is to be confined
-    beside_bytes: int = 0  # that drafts and indexes keep of tokens, of which nothing is lent
+    beside_bytes: int = 0  # of drafts, windows and indexes, of which nothing is lent
 
 
 def harvest_scheduler(
@@ -138,7 +138,7 @@ def harvest_scheduler(
     )
     if opened.beside_bytes:
         _log.info(
-            "windrow: %d MiB that drafts and indexes keep of each token are not lent",
+            "windrow: %d MiB of KV of drafts, sliding windows and indexes are not lent",
             opened.beside_bytes >> 20,
         )
     return harvest

@@ -74,7 +74,8 @@ class Plugin:
     arena: Arena | None = None
     weights: SharedModel | None = None
     allocator_class: type[Any] | None = None
-    draft_bytes: int = 0  # of KV pools that are not lent, under the same page numbers
+    pool: Any = None  # whose KV is in the arena
+    unlent_bytes: int = 0  # of other KV pools: of drafts, and of layers with sliding windows
     transfer_guard_ns: int = 0
     is_confined: bool = False  # whether decode's graphs are captured for shares of the SMs
     shares: GraphShares | None = None
@@ -156,6 +157,7 @@ class Plugin:
                 f"{compat.SCHEDULER}.process_batch_result": self.process_batch_result,
                 f"{compat.OBSERVER}._get_token_info": self.token_info,
                 f"{compat.OBSERVER}._get_mamba_token_info": self.token_info,
+                f"{compat.OBSERVER}._get_swa_token_info": self.token_info,
             },
         )
 
@@ -195,8 +197,9 @@ class Plugin:
         if self.off or self.arena is not None or not known:
             original(pool)
             if known and self.arena is not None:
-                # A draft's pool, which SGLang's allocator gives no page of that is lent.
-                self.draft_bytes += sum(buffer.nbytes for buffer in buffers_of(pool))
+                # A draft's pool, of which SGLang's allocator gives out no page that is lent; or the
+                # windows' beside the target's, with pages and an allocator of its own.
+                self.unlent_bytes += sum(buffer.nbytes for buffer in buffers_of(pool))
             return
         arena = None
         try:
@@ -206,14 +209,32 @@ class Plugin:
             arena = make_arena(pool)
             use_arena(pool, arena)
             self.allocator_class = allocator_class(arena, self._fence)
-            self.arena = arena
+            self.arena, self.pool = arena, pool
         except Exception as error:  # noqa: BLE001 - serving goes on whatever it is
             self._switch_off("the KV pool cannot lie in an arena", error)
             original(pool)
 
     def paged_allocator(self, result: Any, *_: Any) -> Any:  # noqa: ANN401
-        """Return the allocator that serves the pool."""
-        return self.allocator_class if result is None else None
+        """Return what makes the allocators of paged pools."""
+        return self.make_allocator if result is None and self.arena is not None else None
+
+    def make_allocator(
+        self,
+        size: int,
+        page_size: int,
+        dtype: Any,  # noqa: ANN401
+        device: str,
+        kvcache: Any,  # noqa: ANN401
+        need_sort: bool,
+    ) -> Any:  # noqa: ANN401
+        """Return the allocator of a pool: the lending one where its KV is in the arena."""
+        from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+
+        from windrow_sidecar.engines.sglang.pool import pool_of_tokens
+
+        lends = self.allocator_class is not None and pool_of_tokens(kvcache) is self.pool
+        kind = self.allocator_class if lends else PagedTokenToKVPoolAllocator
+        return kind(size, page_size, dtype, device, kvcache, need_sort)
 
     def graph_runner(self, result: Any, *_: Any) -> Any:  # noqa: ANN401
         """Return what captures and replays decode's graphs; None leaves it to SGLang."""
@@ -273,12 +294,12 @@ class Plugin:
         uncached: int = 0,
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """SGLang counts its tokens: lent ones are held by somebody, not leaked."""
-        lent = getattr(checker.token_to_kv_pool_allocator, "lent_tokens", 0)
+        lent = lent_tokens(checker.token_to_kv_pool_allocator)
         return ((checker, ps), {"uncached": uncached + lent}) if lent else None
 
     def token_info(self, stats: Any, observer: Any) -> Any:  # noqa: ANN401
         """SGLang's figures of load: lent tokens are not in use by requests."""
-        lent = getattr(observer.token_to_kv_pool_allocator, "lent_tokens", 0)
+        lent = lent_tokens(observer.token_to_kv_pool_allocator)
         if not lent:
             return None
         import dataclasses
@@ -316,23 +337,24 @@ class Plugin:
         allocator = self.scheduler.token_to_kv_pool_allocator
         from windrow_sidecar.engines.sglang.pool import bytes_beside, pool_of_tokens
 
-        if self.arena is None or not isinstance(allocator, self.allocator_class or ()):
+        of_tokens = allocator_of_tokens(allocator)
+        if self.arena is None or not isinstance(of_tokens, self.allocator_class or ()):
             kind = type(allocator.get_kvcache()).__name__
             raise UserError(
                 f"the model's KV is in a {kind} behind a {type(allocator).__name__}",
-                remedy="Serve a model whose attention layers all see the whole context.",
+                remedy="Serve a model with a KV pool that docs/sglang.md names.",
             )
         from windrow_sidecar.engines.sglang.opening import Opened, harvest_scheduler
 
         opened = Opened(
             self.scheduler,
             self.args,
-            allocator,
+            of_tokens,
             self.arena,
             self.weights,
             self.fingerprint,
             self.shares,
-            self.draft_bytes + bytes_beside(pool_of_tokens(allocator.get_kvcache())),
+            self.unlent_bytes + bytes_beside(pool_of_tokens(allocator.get_kvcache())),
         )
         self.harvest = harvest_scheduler(opened, self.run_dir, self.environment, self._failed)
 
@@ -395,6 +417,19 @@ class Plugin:
         self._tell_refusal(self.off)
         if self.harvest is not None:
             self.harvest.give_up(error)
+
+
+def allocator_of_tokens(allocator: Any) -> Any:  # noqa: ANN401
+    """Return the allocator of the pages that can be lent.
+
+    Of a model with sliding windows in some layers, that is the one of the other layers.
+    """
+    return getattr(allocator, "full_attn_allocator", allocator)
+
+
+def lent_tokens(allocator: Any) -> int:  # noqa: ANN401
+    """Return how many tokens of an allocator's pool a worker holds; 0 where nothing is lent."""
+    return int(getattr(allocator_of_tokens(allocator), "lent_tokens", 0))
 
 
 def _model_folder(args: Any) -> Path:  # noqa: ANN401

@@ -6,6 +6,7 @@ its scales are numbers of SGLang's layers, not of the pool.
 
 What SGLang keeps beside it under the same page numbers stays SGLang's: a draft's pool, the keys
 of a sparse attention's index. A lent page is handed out to nobody, so nobody reads or writes there.
+So does the KV of layers with a sliding window, which has pages and an allocator of its own.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ def is_latent(pool: Any) -> bool:  # noqa: ANN401
 
 
 def pool_of_tokens(pool: Any) -> Any:  # noqa: ANN401
-    """Return the pool that holds KV by token: of a hybrid, that of its attention layers.
+    """Return the pool whose pages can be lent: that of the layers which attend to all tokens.
 
-    The other layers' state is of requests, not of tokens, and never lent.
+    Other layers keep the state of a request, or the KV of a sliding window under page numbers of
+    its own. Theirs stays SGLang's.
     """
     return getattr(pool, "full_kv_pool", pool)
 
@@ -54,7 +56,7 @@ def check_pool(pool: Any) -> None:  # noqa: ANN401
     refused = {
         "its KV is quantized": pool.store_dtype != pool.dtype and not as_bytes,
         "a custom memory pool holds it": pool.enable_custom_mem_pool,
-        "it has no layer": pool.layer_num < 1,
+        "no layer attends to all tokens": pool.layer_num < 1,
     }
     if is_latent(pool):
         refused |= {
