@@ -52,7 +52,7 @@ def test_a_model_whose_kv_is_of_another_kind_is_named_once(caplog, tmp_path):
 
 @dataclass
 class PoolStats:
-    """What SGLang counts of a pool with sliding windows, as far as the plugin asks."""
+    """Counts of a pool with sliding windows that the plugin reads."""
 
     full_num_used: int
     full_token_usage: float
@@ -71,7 +71,7 @@ def test_tokens_that_are_lent_beside_sliding_windows_are_neither_used_nor_leaked
 
 
 def test_a_pool_in_the_arena_that_is_not_the_one_of_all_tokens_is_not_harvested(caplog, tmp_path):
-    """SGLang may make the windows' pool in the arena, where it is the first of a known kind."""
+    # SGLang may make the windows' pool first, where the plugin does not know the other one's kind.
     ours = plugin.Plugin(RunDir(tmp_path), {})
     ours.arena, ours.allocator_class = SimpleNamespace(), PoolStats
     of_windows = PoolStats(0, 0.0, 1000)
