@@ -232,8 +232,9 @@ class Plugin:
 
         from windrow_sidecar.engines.sglang.pool import pool_of_tokens
 
-        lends = self.allocator_class is not None and pool_of_tokens(kvcache) is self.pool
-        kind = self.allocator_class if lends else PagedTokenToKVPoolAllocator
+        kind = self.allocator_class
+        if kind is None or pool_of_tokens(kvcache) is not self.pool:
+            kind = PagedTokenToKVPoolAllocator
         return kind(size, page_size, dtype, device, kvcache, need_sort)
 
     def graph_runner(self, result: Any, *_: Any) -> Any:  # noqa: ANN401
