@@ -1,25 +1,29 @@
 """Cost of a decision: part by part in a warm interpreter, and in place, between decode steps.
 
 In place, matrix products and a walk through more memory than the caches hold come between any two
-decisions, as a decode step does: caches are cold then. Each is decided again; a decision that
-still holds is measured separately, and so are two readings of the clock. The same decisions in
-Python run beside it. Example: python -m benchmarks.decision --json /tmp/decision.json
+decisions, as a decode step does: caches are cold then. Decided again each time; a decision that
+stands is measured apart, and so is what two readings of the clock take there.
+`--against` takes the result of another checkout, played in turns with this one: its figures of the
+same names become the baselines. Example: python -m benchmarks.decision --json /tmp/decision.json
 """
 
 from __future__ import annotations
 
+import json
+import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.harness import Baseline, Result, arguments, environment, middle, write
 from windrow_sidecar.engines.harvest import HarvestSettings
-from windrow_sidecar.engines.harvest.compiled import CompiledController
 from windrow_sidecar.engines.hook import NullHook, StepHook, StepInput
 from windrow_sidecar.qos.control import EAGER, Controller
 from windrow_sidecar.qos.levels import Partitioning, host_levels, overlapping_levels
@@ -36,10 +40,14 @@ SOLO = {
     units: SoloStepModel(2000 + 800 / units, 400 / units, 0.5 / units) for units in range(1, 133)
 }
 
+STANDING = HarvestSettings(steady_ns=60_000_000_000, worker_stale_ns=60_000_000_000)
+
 
 def main() -> None:
     """Time each part in batches of a thousand calls; print and write the figures."""
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--against", metavar="FILE", help="decision.json of another checkout")
+    options = parser.parse_args()
     env = environment()
     repeats = 5 if options.quick else 40
     results = [
@@ -49,7 +57,18 @@ def main() -> None:
         *_hook(repeats),
         *_in_place(60 * repeats),
     ]
+    if options.against:
+        results = _against(results, json.loads(Path(options.against).read_text()))
     write("decision", results, env, options.json)
+
+
+def _against(results: Sequence[Result], other: dict[str, Any]) -> list[Result]:
+    before = {row["name"]: row["value"] for row in other["results"]}
+    name = f"commit {other['commit'][:8]}"
+    return [
+        replace(r, baseline=Baseline(name, before[r.name])) if r.name in before else r
+        for r in results
+    ]
 
 
 def _timed(call: Callable[[int], object], repeats: int) -> tuple[float, float]:
@@ -85,31 +104,14 @@ def _predictor(repeats: int, levels: Partitioning, what: str) -> list[Result]:
 
 
 def _policies(repeats: int) -> list[Result]:
-    """A whole decision of each policy in a warm interpreter, as it runs and as it reads."""
+    """A whole decision of each policy in a warm interpreter."""
     view = View(batch=6, context_tokens=7000, objective_us=20_000)
     results = []
     for name in sorted(POLICIES):
-        terms = HarvestTerms("bench", name, "harvest", objective_us=20_000)
-        runs, reads = (
-            CompiledController(GPU, Predictor(GPU, SOLO)),
-            Controller(GPU, Predictor(GPU, SOLO)),
-        )
-        timed = []
-        for controller in (runs, reads):
-            controller.set_terms(terms)
-            timed.append(_timed(partial(_decide, controller, view, count(1)), repeats))
-        baseline = Baseline("as it reads", round(timed[1][0], 3))
-        results.append(
-            Result(
-                f"decision of {name}, warm, 8 levels",
-                round(timed[0][0], 3),
-                "us",
-                "lower",
-                1.0,
-                round(timed[0][1], 3),
-                baseline,
-            )
-        )
+        controller = Controller(GPU, Predictor(GPU, SOLO))
+        controller.set_terms(HarvestTerms("bench", name, "harvest", objective_us=20_000))
+        timed = _timed(partial(_decide, controller, view, count(1)), repeats)
+        results.append(_result(f"decision of {name}, warm, 8 levels", timed, goal=1.0))
     return results
 
 
@@ -134,19 +136,18 @@ def _hook(repeats: int) -> list[Result]:
 
 
 def _in_place(steps: int) -> list[Result]:
-    """The hook and the decision inside of it, each time after what a decode step does to caches.
+    """The hook, each time after what a decode step does to caches.
 
-    In turns: as it runs, as it reads (the same decisions in Python), and an engine whose decision
-    still holds; so what the machine does meanwhile meets all three alike.
+    In turns: an engine that decides again each time, and one whose decision stands (for longer than
+    the product's 80 ms, which a busy machine would pass); so what the machine does meanwhile meets
+    both alike. A step in which the kernel gave the core to someone else is not counted; how many
+    that were is a result.
     """
     pollute = _decode_like()
-    anew = HarvestSettings(steady_ns=0)
-    # Without a handover the readable controller decides; nothing else differs where units rest.
-    readable = HarvestSettings(steady_ns=0, without=frozenset({"handover"}))
     with tempfile.TemporaryDirectory(prefix="wr-") as folder:
         slots = [
             _Slot(Path(folder) / str(i), settings)
-            for i, settings in enumerate((anew, readable, HarvestSettings()))
+            for i, settings in enumerate((HarvestSettings(steady_ns=0), STANDING))
         ]
         nothing_ns = []
         for i in range(steps):
@@ -155,14 +156,15 @@ def _in_place(steps: int) -> list[Result]:
             pollute()
             begin_ns = time.perf_counter_ns()
             nothing_ns.append(time.perf_counter_ns() - begin_ns)
+        disturbed = 100 * sum(slot.disturbed for slot in slots) / (2 * steps)
         for slot in slots:
             slot.close()
-    runs, reads, kept = slots
+    again, kept = slots
     return [
-        *_quantiles("decision in place, anew", runs.decisions_ns, (5.0, 15.0), reads.decisions_ns),
-        *_quantiles("before_step in place, anew", runs.hooks_ns, baseline_ns=reads.hooks_ns),
-        *_quantiles("before_step in place, kept", kept.hooks_ns),
+        *_quantiles("before_step in place, decided again", again.hooks_ns, (40.0, 100.0)),
+        *_quantiles("before_step in place, kept", kept.hooks_ns, (8.0, None)),
         *_quantiles("two readings of the clock in place", nothing_ns),
+        Result("steps that were disturbed and not counted", round(disturbed, 1), "%", "lower"),
     ]
 
 
@@ -173,21 +175,8 @@ class _Slot:
         folder.mkdir()
         self._engine = SteppingEngine(folder, settings)
         self._engine.hook.set_terms(HarvestTerms("bench", "windrow", "harvest", 12_000))
-        self.decisions_ns: list[int] = []
         self.hooks_ns: list[int] = []
-        controller = self._engine.hook.controller
-        decide, decisions_ns, clock = controller.decide, self.decisions_ns, time.perf_counter_ns
-
-        def timed(
-            view: View, offer: Offer, now_ns: int, *, present: bool, chunks: int = 0
-        ) -> Grant:
-            clock()  # or the first reading's own cold caches would be counted
-            begin_ns = clock()
-            grant = decide(view, offer, now_ns, present=present, chunks=chunks)
-            decisions_ns.append(clock() - begin_ns)
-            return grant
-
-        controller.decide = timed  # type: ignore[method-assign]
+        self.disturbed = 0
 
     def step(self, i: int, pollute: Callable[[], None]) -> None:
         """One step after `pollute`; only the hook is timed."""
@@ -195,14 +184,24 @@ class _Slot:
         facts = StepInput(i, time.monotonic_ns(), 4, 2000 + i, 0, 0, 0)
         page.publish_offer(Offer(7, i, 1, 0, 1, 128, (2000,), 0, 0, 0, 1000, i, 8, 0, i))
         pollute()
+        before = _switches()
         begin_ns = time.perf_counter_ns()
         hook.before_step(facts)
-        self.hooks_ns.append(time.perf_counter_ns() - begin_ns)
+        took_ns = time.perf_counter_ns() - begin_ns
+        if _switches() == before:
+            self.hooks_ns.append(took_ns)
+        else:
+            self.disturbed += 1
         hook.after_step(time.monotonic_ns(), 5000)
 
     def close(self) -> None:
         """Give everything back."""
         self._engine.close()
+
+
+def _switches() -> int:
+    """How often the kernel has taken the core from this thread."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
 def _decode_like() -> Callable[[], None]:
@@ -221,19 +220,14 @@ def _decode_like() -> Callable[[], None]:
 
 
 def _quantiles(
-    name: str,
-    took_ns: Sequence[int],
-    goals: tuple[float | None, float | None] = (None, None),
-    baseline_ns: Sequence[int] | None = None,
+    name: str, took_ns: Sequence[int], goals: tuple[float | None, float | None] = (None, None)
 ) -> list[Result]:
-    results = []
-    for percent, goal in zip((50, 99), goals, strict=True):
-        baseline = baseline_ns and Baseline("as it reads", _percentile_us(baseline_ns, percent))
-        value = _percentile_us(took_ns, percent)
-        results.append(
-            Result(f"{name}, p{percent}", value, "us", "lower", goal, None, baseline or None)
+    return [
+        Result(
+            f"{name}, p{percent}", _percentile_us(took_ns, percent), "us", "lower", goal, None, None
         )
-    return results
+        for percent, goal in zip((50, 99), goals, strict=True)
+    ]
 
 
 def _percentile_us(took_ns: Sequence[int], percent: int) -> float:

@@ -1,6 +1,6 @@
 """Worth of each part of `windrow`, and of FineInfer's bound: in the simulator.
 
-A part is taken out, or one that is off is put in, and the same cluster with the same requests is
+A part is taken out, and the same cluster with the same requests is
 simulated: an H200 that serves Llama-3-8B to the Azure conversation load, by default on every SM
 (`--partition none`: parts of steps exist there only) and on SMs of its own. Simulated figures tell
 policies apart; they say nothing of a real device (docs/simulator.md).
@@ -10,16 +10,14 @@ Example: python -m benchmarks.policy_parts --json /tmp/policy_parts.json
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 from benchmarks.harness import Baseline, Better, Result, arguments, environment, write
-from windrow_sidecar.qos import predictor
-from windrow_sidecar.qos.policies import POLICIES, windrow
+from windrow_sidecar.qos.policies import FIGURES
 from windrow_simulator.figures import PolicyFigures
 from windrow_simulator.run import simulate
 from windrow_simulator.scenario import ALONE, SimulationSettings, build
@@ -28,33 +26,16 @@ OBJECTIVES_MS = (7.0, 8.0, 12.0, 20.0)
 BOUNDS_MS = (100.0, 400.0, 1000.0)
 
 
-@contextmanager
-def _constants(**values: float) -> Iterator[None]:
-    with ExitStack() as patches:
-        for name, value in values.items():
-            patches.enter_context(patch.object(windrow, name, value))
-        yield
+def _constants(**values: float) -> AbstractContextManager[Any]:
+    # Handed to a slot's policy and predictor when it is made, so a patch reaches them.
+    return patch.dict(FIGURES, values)
 
 
-@contextmanager
-def _without_lessons() -> Iterator[None]:
-    with patch.object(predictor, "LESSONS", 0):
-        yield
-
-
-@contextmanager
-def _with_turns() -> Iterator[None]:
-    with patch.dict(POLICIES, {"windrow": partial(windrow.Windrow, turns=True)}):
-        yield
-
-
-# Constants are handed to the compiled policy when a slot is made, so a patch reaches it.
-PARTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+PARTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "as it is": _constants,
-    "without parts of steps": lambda: _constants(PART_GAIN=math.inf),
-    "without lessons before parts": _without_lessons,
-    "without headroom before growing": lambda: _constants(GROW_HEADROOM=0.0),
-    "with turns": _with_turns,
+    "without parts of steps": lambda: _constants(part_gain=math.inf),
+    "without lessons before parts": lambda: _constants(lessons=0),
+    "without headroom before growing": lambda: _constants(grow_headroom=0.0),
 }
 
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windrow_lab.load.generator import generate
+from windrow_sidecar._core import beside_us
 from windrow_sidecar.qos.co_run import CoRunFactors
 from windrow_sidecar.qos.control import Controller, EngineTraits
 from windrow_sidecar.qos.levels import overlapping_levels
 from windrow_sidecar.qos.policies import POLICIES
-from windrow_sidecar.qos.policies.base import beside_us
 from windrow_sidecar.qos.predictor import Predictor
 from windrow_sidecar.qos.solo import SoloStepModel
 from windrow_sidecar.qos.terms import HarvestTerms

@@ -21,6 +21,7 @@ void bind_partition(nb::module_& module);
 void bind_drivers(nb::module_& module);
 void bind_page(nb::module_& module);
 void bind_decision(nb::module_& module);
+void bind_harvest_step(nb::module_& module);
 void bind_arena(nb::module_& module);
 void bind_inspection(nb::module_& module);
 void bind_weights(nb::module_& module);

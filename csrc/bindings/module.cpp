@@ -64,6 +64,7 @@ NB_MODULE(_core, module) {
   windrow::bindings::bind_page(module);
   windrow::bindings::bind_decision(module);
   windrow::bindings::bind_arena(module);
+  windrow::bindings::bind_harvest_step(module);
   windrow::bindings::bind_inspection(module);
   windrow::bindings::bind_weights(module);
   windrow::bindings::bind_allocator(module);

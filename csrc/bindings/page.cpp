@@ -23,29 +23,6 @@ void def_publish(nb::class_<SharedPage>& page, const char* name, const char* arg
       nb::arg(argument), doc);
 }
 
-nb::tuple words_tuple(const std::int64_t* words, std::size_t count) {
-  PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(count));
-  return filled(tuple, words, count);
-}
-
-template <class Record>
-nb::tuple to_tuple(const Record& record) {
-  const auto words =
-      std::bit_cast<std::array<std::int64_t, sizeof(Record) / sizeof(std::int64_t)>>(record);
-  return words_tuple(words.data(), words.size());
-}
-
-nb::tuple to_tuple(const Offer& offer) {
-  const auto words =
-      std::bit_cast<std::array<std::int64_t, sizeof(Offer) / sizeof(std::int64_t)>>(offer);
-  constexpr std::size_t kBefore = offsetof(Offer, estimates_us) / sizeof(std::int64_t);
-  constexpr std::size_t kAfter = kBefore + kLevelsMax;
-  nb::tuple before = words_tuple(words.data(), kBefore);
-  nb::tuple estimates = words_tuple(offer.estimates_us.data(), kLevelsMax);
-  nb::tuple after = words_tuple(words.data() + kAfter, words.size() - kAfter);
-  return nb::tuple(before + nb::make_tuple(estimates) + after);
-}
-
 // Signals end the sleep so that Python's handlers run: Ctrl-C works while waiting.
 template <auto Wait, auto Sequence>
 std::uint64_t wait_for(SharedPage& page, std::uint64_t seen, double timeout_s) {

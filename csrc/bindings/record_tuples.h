@@ -2,6 +2,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -80,6 +82,46 @@ inline nb::tuple filled(PyObject* tuple, const std::int64_t* words, std::size_t 
     PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(words[i]));
   }
   return nb::steal<nb::tuple>(tuple);
+}
+
+template <class Record>
+std::array<std::int64_t, sizeof(Record) / sizeof(std::int64_t)> words_of(const Record& record) {
+  return std::bit_cast<std::array<std::int64_t, sizeof(Record) / sizeof(std::int64_t)>>(record);
+}
+
+inline nb::tuple words_tuple(const std::int64_t* words, std::size_t count) {
+  return filled(PyTuple_New(static_cast<Py_ssize_t>(count)), words, count);
+}
+
+template <class Record>
+nb::tuple to_tuple(const Record& record) {
+  const auto words = words_of(record);
+  return words_tuple(words.data(), words.size());
+}
+
+inline nb::tuple to_tuple(const Offer& offer) {
+  const auto words = words_of(offer);
+  constexpr std::size_t kBefore = offsetof(Offer, estimates_us) / sizeof(std::int64_t);
+  constexpr std::size_t kAfter = kBefore + kLevelsMax;
+  nb::tuple before = words_tuple(words.data(), kBefore);
+  nb::tuple estimates = words_tuple(offer.estimates_us.data(), kLevelsMax);
+  nb::tuple after = words_tuple(words.data() + kAfter, words.size() - kAfter);
+  return nb::tuple(before + nb::make_tuple(estimates) + after);
+}
+
+// A Grant of Python: what calling the type would do, without the arguments' tuple in between.
+inline nb::object grant_tuple(nb::handle grant_type, const Grant& grant) {
+  auto* type = reinterpret_cast<PyTypeObject*>(grant_type.ptr());
+  const auto words = words_of(grant);
+  return filled(type->tp_alloc(type, words.size()), words.data(), words.size());
+}
+
+// Throws nb::type_error where it is none.
+inline void require_tuple_type(nb::handle grant_type) {
+  auto* type = reinterpret_cast<PyTypeObject*>(grant_type.ptr());
+  if (PyType_IsSubtype(type, &PyTuple_Type) == 0) {
+    throw nb::type_error("grant_type is not a named tuple");
+  }
 }
 
 }  // namespace windrow::bindings

@@ -51,8 +51,12 @@ Grant SharedPage::read_grant() const {
 
 std::int64_t SharedPage::beat(Writer writer) {
   const std::int64_t now = monotonic_ns();
-  lines_[index(writer)].heartbeat_ns.store(now, std::memory_order_release);
+  beat(writer, now);
   return now;
+}
+
+void SharedPage::beat(Writer writer, std::int64_t now_ns) {
+  lines_[index(writer)].heartbeat_ns.store(now_ns, std::memory_order_release);
 }
 
 std::int64_t SharedPage::heartbeat_age_ns(Writer writer) const {

@@ -23,30 +23,25 @@ double real(std::int64_t value) {
   return static_cast<double>(value);
 }
 
+// Whether a worker is there that could run its next tasklet.
 bool has_work(const Offer& offer) {
   return offer.job_epoch > 0 && offer.starving == 0;
 }
 
+// What a prediction must not pass, so that the step stays within the objective.
 double bound_us(const View& view, const PolicyContext& ctx) {
   return real(view.objective_us) / (1 + ctx.margin);
 }
 
+// How long the worker's next tasklet takes on so many units; 0: not known. The worker shows its
+// shares by growing units, and the whole device last.
 std::int64_t tasklet_us(const Offer& offer, const PolicyContext& ctx, std::int64_t units) {
   const auto at = std::ranges::lower_bound(ctx.offered, units);
   const auto place = static_cast<std::size_t>(at - ctx.offered.begin());
   return offer.estimates_us[std::min({place, ctx.offered.size() - 1, kLevelsMax - 1})];
 }
 
-double iteration_us(const Offer& offer, const PolicyContext& ctx) {
-  const std::int64_t layers = offer.layer_end - offer.layer_begin;
-  if (layers < 1 || ctx.idle_units == 0) {
-    return 0;
-  }
-  const std::int64_t weight = offer.phase == kPhaseBackward ? 2 : 1;
-  return real(ctx.figures.passes * ctx.layers * tasklet_us(offer, ctx, ctx.idle_units)) /
-         real(layers * weight);
-}
-
+// Both at work under that split.
 Grant share(const PolicyContext& ctx, std::size_t index) {
   Grant grant;
   grant.action = kGo;
@@ -57,13 +52,8 @@ Grant share(const PolicyContext& ctx, std::size_t index) {
   return grant;
 }
 
-double beside_us(double bound, double solo, double beside) {
-  if (solo >= bound) {
-    return 0;
-  }
-  return beside <= bound ? beside : (bound - solo) * beside / (beside - solo);
-}
-
+// The worker on all that the limits leave it until `gap_us` from the step's start; then decode. Its
+// tasklets are half of the gap at most, or little of it could be used.
 Grant in_turns(const View& view, const PolicyContext& ctx, double gap_us) {
   Grant grant;
   grant.action = kGo;
@@ -76,6 +66,8 @@ Grant in_turns(const View& view, const PolicyContext& ctx, double gap_us) {
   return grant;
 }
 
+// The worker gets what the limits let it have, if they leave it anything. Decode keeps its narrowest
+// share, so that its first step meets no second team on its units.
 Grant decode_idle(const PolicyContext& ctx) {
   if (ctx.idle_units == 0) {
     return alone(ctx);
@@ -91,13 +83,28 @@ Grant decode_idle(const PolicyContext& ctx) {
   return grant;
 }
 
+// Whether the next tasklet goes on with a micro-batch that has begun.
 bool mid_iteration(const Offer& offer) {
   const bool begins = offer.phase == kPhaseNone || offer.phase == kPhaseForward;
   return !(begins && offer.layer_begin == 0);
 }
 
-// --- windrow
+// --- windrow: whatever gives the worker most within the objective, picked at each decision. It
+// compares what the other policies do, by the worker's own speed on each number of units: a share of
+// the units throughout (Harli's pairs), the largest that is feasible; and where decode keeps all
+// units, a larger share for a part of the step (LLMStation, FlexLLM). Where it departs from harli:
+// - It takes the largest feasible share of the worker instead of the largest predicted latency: the
+//   worker's units are what is to be gained, latency is only the price.
+// - It picks at every decision, and a decision stands for 80 ms at most, so that units return to the
+//   worker soon after a burst; to keep a batch at the edge from switching to and fro, growing needs
+//   headroom, while shrinking is immediate (decode comes first).
+// - Only a step beside a share throughout says what a worker costs. As long as too few have
+//   (`taught`), and once in twenty steps from then on, it takes a share that is feasible, though a
+//   part of the step were worth more by a prediction that nobody has tried.
+// - With a per-request objective it spends what running requests have saved in fast steps.
 
+// How fast the worker is on so many units; comparable between units of one decision. By its own
+// estimates where it has one for the device and for these units, else by the units.
 double speed(const Offer& offer, const PolicyContext& ctx, std::int64_t units) {
   if (units == 0) {
     return 0;
@@ -108,6 +115,7 @@ double speed(const Offer& offer, const PolicyContext& ctx, std::int64_t units) {
                                        : real(units);
 }
 
+// What this step may take: the objective, moved by slack or debt where requests are judged.
 double budget_us(const View& view, const PolicyContext& ctx) {
   const double objective = real(view.objective_us);
   if (!ctx.per_request) {
@@ -117,6 +125,7 @@ double budget_us(const View& view, const PolicyContext& ctx) {
   return objective + std::max(-objective / 2, std::min(objective, change));
 }
 
+// Index of the largest feasible split, growing only with headroom; 0: none.
 std::size_t largest_share(double bound, const PolicyContext& ctx) {
   const double grow_bound = bound * (1 - ctx.figures.grow_headroom);
   const std::size_t current =
@@ -129,27 +138,24 @@ std::size_t largest_share(double bound, const PolicyContext& ctx) {
   return 0;
 }
 
-double gap_before_us(double budget, const View& view, const PolicyContext& ctx) {
-  if (!ctx.gaps || ctx.idle_units == 0 || view.waiting != 0 || view.admitted_tokens != 0) {
-    return 0;
+Grant windrow_policy(const View& view, const Offer& offer, const PolicyContext& ctx) {
+  if (!has_work(offer)) {
+    return alone(ctx);
   }
-  const double step_us = std::min(budget / (1 + ctx.figures.turns_margin * ctx.margin),
-                                  ctx.figures.most_stretch * ctx.solo_us[0]);
-  const double gap_us = step_us - ctx.solo_us[0];
-  return gap_us >= real(ctx.figures.least_gap_us) ? gap_us : 0;
-}
-
-std::pair<Grant, double> best_beside(double bound, const Offer& offer, const PolicyContext& ctx) {
+  if (view.batch == 0) {
+    return decode_idle(ctx);
+  }
+  const double bound = budget_us(view, ctx) / (1 + ctx.margin);
   const std::size_t index = largest_share(bound, ctx);
   Grant best = index != 0 ? share(ctx, index) : alone(ctx);
-  double worth = speed(offer, ctx, best.finetune_units);
   if (index != 0 && !ctx.taught) {
-    return {best, worth};
+    return best;
   }
+  double worth = speed(offer, ctx, best.finetune_units);
   for (std::size_t larger = ctx.allowed; larger-- > index + 1;) {
     const DecisionSplit& split = ctx.splits[larger];
     if (split.decode_units < ctx.units) {
-      continue;
+      continue;  // decode would keep to the fewer units when the worker has stopped
     }
     const double run_us = beside_us(bound, ctx.solo_us[larger], ctx.predicted_us[larger]);
     if (run_us <
@@ -162,40 +168,38 @@ std::pair<Grant, double> best_beside(double bound, const Offer& offer, const Pol
       best = share(ctx, larger);
       best.budget_us = whole(run_us);
       best.predicted_us = whole(step_us);
+      // Tasklets that fill it: what is left behind the last whole one is lost.
       const double in_flight = real(std::max<std::int64_t>(1, ctx.in_flight_bound_us));
       const double filling_us = run_us / std::ceil(run_us / in_flight);
       best.in_flight_bound_us = std::max<std::int64_t>(1, whole(filling_us));
       worth = part_worth;
     }
   }
-  return {best, worth};
+  return best;
 }
 
-Grant windrow(bool turns, const View& view, const Offer& offer, const PolicyContext& ctx) {
-  const double budget = budget_us(view, ctx);
-  const auto [beside, beside_worth] = best_beside(budget / (1 + ctx.margin), offer, ctx);
-  const double gap_us = turns ? gap_before_us(budget, view, ctx) : 0;
-  if (gap_us != 0) {
-    const double worth = speed(offer, ctx, ctx.idle_units) * gap_us / (gap_us + ctx.solo_us[0]);
-    const double wanted = ctx.current == kInTurns ? 1 : ctx.figures.turns_gain;
-    if (worth > wanted * beside_worth) {
-      return in_turns(view, ctx, gap_us);
-    }
+// --- harli: the feasible pair whose predicted latency comes closest to the objective. Source: Harli,
+// section on the QoS-guaranteed scheduler; its 45 pairs are `qos.levels.pair_levels`, and a device
+// that has fewer gives those it has. It keeps an allocation that is still valid. Departures: equal
+// predictions go to the larger share of the worker (the paper names no rule), and an idle decode
+// leaves the device to the worker.
+
+Grant harli(const View& view, const Offer& offer, const PolicyContext& ctx) {
+  if (!has_work(offer)) {
+    return alone(ctx);
   }
-  return beside;
-}
-
-// --- harli
-
-Grant harli(bool repick, const View& view, const PolicyContext& ctx) {
+  if (view.batch == 0) {
+    return decode_idle(ctx);
+  }
   const double bound = bound_us(view, ctx);
   const auto predicted = ctx.predicted_us;
   const auto current = static_cast<std::size_t>(std::max<std::int64_t>(0, ctx.current));
-  if (!repick && current > 0 && current < ctx.allowed && predicted[current] <= bound) {
+  if (current > 0 && current < ctx.allowed && predicted[current] <= bound) {
     return share(ctx, current);
   }
   std::size_t best = 0;
   for (std::size_t index = 1; index < ctx.allowed; ++index) {
+    // Splits come by growing share of the worker, so ">=" gives it the tie.
     if (predicted[index] <= bound && (best == 0 || predicted[index] >= predicted[best])) {
       best = index;
     }
@@ -203,19 +207,21 @@ Grant harli(bool repick, const View& view, const PolicyContext& ctx) {
   return best != 0 ? share(ctx, best) : alone(ctx);
 }
 
-// --- llmstation
+// --- llmstation: as many tasklets beside a decode step as its objective leaves room for. Source:
+// LLMStation, Eq. 1: N_p <= (S - N_all * l_d0) * l_d / ((l_d - l_d0) * l_p), where a decode layer
+// takes l_d0 alone and l_d beside a tasklet, a tasklet takes l_p, and decode has N_all layers.
+// Departures:
+// - Eq. 1 is clamped: nothing when decode alone takes S; at most all layers have company, also where
+//   a tasklet costs decode nothing (l_d <= l_d0) and Eq. 1 divides by zero.
+// - The paper's device is not split. Where ours is, N_p is computed for every split and the split
+//   with the most tasklets wins, the larger share where two have as many.
+// - l_d0 and l_d are the predicted step over N_all: the predictor has the paper's record cache in
+//   front (`StepRecords`) and the linear model behind it. l_p is the worker's own estimate; where it
+//   has none yet, or a tasklet takes longer than Eq. 1 leaves beside one step, the grant is in
+//   microseconds instead of tasklets: the worker runs a part of it.
+// - The memory check counts what the tasklets keep against what is free in the arena.
 
-double accompanied_layers(double objective, double layers, double solo, double beside) {
-  if (layers * solo >= objective) {
-    return 0;
-  }
-  if (beside <= solo) {
-    return layers;
-  }
-  const double room = (objective - layers * solo) / (beside - solo);
-  return room >= layers ? layers : real(whole(room));
-}
-
+// How many tasklets' memory is free, where the worker's tensors lie in lent chunks.
 std::int64_t tasklets_that_fit(const View& view, const Offer& offer, const PolicyContext& ctx) {
   if (offer.held_chunks == 0 || ctx.chunk_bytes == 0 || offer.memory_delta_bytes <= 0) {
     return std::int64_t{1} << 30;
@@ -229,6 +235,12 @@ std::int64_t tasklets_that_fit(const View& view, const Offer& offer, const Polic
 }
 
 Grant llmstation(const View& view, const Offer& offer, const PolicyContext& ctx) {
+  if (!has_work(offer)) {
+    return alone(ctx);
+  }
+  if (view.batch == 0) {
+    return decode_idle(ctx);
+  }
   const double bound = bound_us(view, ctx);
   const double layers = real(ctx.layers);
   std::size_t best = 0;
@@ -240,6 +252,7 @@ Grant llmstation(const View& view, const Offer& offer, const PolicyContext& ctx)
     const double run_us = accompanied_layers(bound, layers, solo, beside) * beside;
     const std::int64_t units = ctx.splits[index].finetune_units;
     const std::int64_t one_us = tasklet_us(offer, ctx, units);
+    // Until it has been measured, a tasklet counts as faster by its units.
     const double tasklets = run_us / (one_us != 0 ? real(one_us) : 1e6 / real(units));
     if (tasklets >= best_tasklets && run_us > 0) {
       best = index;
@@ -265,8 +278,18 @@ Grant llmstation(const View& view, const Offer& offer, const PolicyContext& ctx)
   return grant;
 }
 
-// --- flexllm
+// --- flexllm: the largest window of finetune tokens that a step has room for. Source: FlexLLM's
+// hybrid token scheduler, s = argmax { f(c, s) <= S }: inference tokens c come first, then as many
+// finetune tokens s as keep the predicted iteration within the objective. Departures:
+// - The paper profiles f offline; here f(c, s) = t0 + w(s) * (1 - t0 / t1), where the step takes t0
+//   alone and t1 beside the worker, and w(s) is how long s tokens take through all layers, by the
+//   worker's own estimate of its next tasklet (a backward counts as it is).
+// - Tokens run beside decode's step instead of within its kernels, so that no engine is changed; the
+//   split with the largest window wins. Its public code has no f: it caps s at a constant.
+// - Windows come in steps of 16 tokens from 16 to 512: below 16 a layer's fixed cost rules. Where a
+//   step has no room for 16 tokens through all layers, it runs as many of their tasklets as fit.
 
+// Microseconds that a finetune token takes through all layers; 0: not known.
 double token_us(const Offer& offer, const PolicyContext& ctx, std::int64_t units) {
   const std::int64_t layers = std::max<std::int64_t>(1, offer.layer_end - offer.layer_begin);
   if (offer.tokens == 0) {
@@ -275,7 +298,7 @@ double token_us(const Offer& offer, const PolicyContext& ctx, std::int64_t units
   return real(ctx.layers * tasklet_us(offer, ctx, units)) / real(layers * offer.tokens);
 }
 
-// Windows come in whole grains, as `int(run_us / token) // grain * grain`; one at least.
+// Windows come in whole grains; one at least.
 std::int64_t window_of(double run_us, double token, const DecisionFigures& figures) {
   const double tokens = run_us / token;
   if (tokens >= real(figures.most_tokens)) {
@@ -286,6 +309,12 @@ std::int64_t window_of(double run_us, double token, const DecisionFigures& figur
 }
 
 Grant flexllm(const View& view, const Offer& offer, const PolicyContext& ctx) {
+  if (!has_work(offer)) {
+    return alone(ctx);
+  }
+  if (view.batch == 0) {
+    return decode_idle(ctx);
+  }
   const double bound = bound_us(view, ctx);
   std::size_t best = 0;
   std::int64_t best_tokens = 0;
@@ -313,21 +342,25 @@ Grant flexllm(const View& view, const Offer& offer, const PolicyContext& ctx) {
   return grant;
 }
 
-// --- fineinfer
+// --- fineinfer: deferred continuous batching: requests wait a little, finetuning uses the time.
+// Source: FineInfer, Alg. 1: a queued request r that has waited d_r is taken once d_r + t_f reaches
+// its bound, t_f being one finetune iteration; the batch decodes until it is empty, then finetune
+// iterations run until the next request is due. Departures:
+// - The worker stops at a tasklet instead of an iteration, so that t_f is the bound on what is in
+//   flight.
+// - Requests are held before they are admitted to decode: their prompts are computed elsewhere.
 
-std::int64_t hold_until_ns(bool iteration, const View& view, const Offer& offer,
-                           const PolicyContext& ctx) {
-  const double last_us = real(ctx.deferral_us - view.waited_us);
-  double switch_us = real(ctx.in_flight_bound_us);
-  if (iteration) {
-    switch_us = view.batch == 0 && mid_iteration(offer) ? 0 : iteration_us(offer, ctx);
-  }
-  const double left_us = last_us - switch_us;
+// When the oldest waiting request is due; 0: it is.
+std::int64_t hold_until_ns(const View& view, const PolicyContext& ctx) {
+  const double left_us = real(ctx.deferral_us - view.waited_us) - real(ctx.in_flight_bound_us);
   return left_us > 0 ? view.start_ns + whole(left_us * 1000) : 0;
 }
 
-Grant fineinfer(bool iteration, const View& view, const Offer& offer, const PolicyContext& ctx) {
-  const std::int64_t hold_ns = hold_until_ns(iteration, view, offer, ctx);
+Grant fineinfer(const View& view, const Offer& offer, const PolicyContext& ctx) {
+  if (!has_work(offer)) {
+    return alone(ctx);
+  }
+  const std::int64_t hold_ns = hold_until_ns(view, ctx);
   const bool busy = view.batch > 0;
   if (!busy && view.waiting != 0 && hold_ns == 0) {
     return alone(ctx);
@@ -337,12 +370,32 @@ Grant fineinfer(bool iteration, const View& view, const Offer& offer, const Poli
   return grant;
 }
 
-// --- temporal
+// --- temporal: decode and worker in turns on the whole device, as a GPU without MPS shares it.
+// Source: temporal sharing as LLMStation's and FlexLLM's baselines have it: each step is begun so
+// late that it ends at its objective, and the worker has the time before it; so it keeps
+// (S - t0) / S of the device. An engine that cannot begin a step later gives the worker the time in
+// which decode is idle.
 
-Grant temporal_idle(bool iteration, const View& view, const Offer& offer,
-                    const PolicyContext& ctx) {
-  if (!iteration) {
+Grant temporal(const View& view, const Offer& offer, const PolicyContext& ctx) {
+  if (!has_work(offer)) {
+    return alone(ctx);
+  }
+  if (view.batch == 0) {
     return decode_idle(ctx);
+  }
+  const double gap_us = bound_us(view, ctx) - ctx.solo_us[0];
+  if (!ctx.gaps || ctx.idle_units == 0 || gap_us < real(ctx.figures.least_gap_us)) {
+    return alone(ctx);
+  }
+  return in_turns(view, ctx, gap_us);
+}
+
+// --- iterations: turns by whole finetune iterations. The worker runs them while decode is idle, and
+// requests wait for the end of the one that has begun, up to the bound on waiting.
+
+Grant iterations(const View& view, const Offer& offer, const PolicyContext& ctx) {
+  if (!has_work(offer) || view.batch != 0) {
+    return alone(ctx);
   }
   const std::int64_t left_us = ctx.deferral_us - view.waited_us;
   if (view.waiting != 0 && (left_us <= 0 || !mid_iteration(offer))) {
@@ -353,33 +406,57 @@ Grant temporal_idle(bool iteration, const View& view, const Offer& offer,
   return grant;
 }
 
-Grant temporal(bool iteration, const View& view, const PolicyContext& ctx) {
-  const double gap_us = bound_us(view, ctx) - ctx.solo_us[0];
-  if (iteration || !ctx.gaps || ctx.idle_units == 0 || gap_us < real(ctx.figures.least_gap_us)) {
-    return alone(ctx);
-  }
-  return in_turns(view, ctx, gap_us);
+// --- static: the baseline that needs no prediction, where the guard alone protects decode: the
+// largest share that the limits allow, whatever decode does, also while it idles. Source: the
+// StaticMode that Harli is compared with (60% of SMs and memory), and MPS percentages.
+
+Grant fixed_share(const View& /*view*/, const Offer& offer, const PolicyContext& ctx) {
+  return !has_work(offer) || ctx.allowed == 1 ? alone(ctx) : share(ctx, ctx.allowed - 1);
 }
 
-constexpr std::array<std::pair<std::string_view, PolicyKind>, 7> kNames{{
-    {"windrow", PolicyKind::kWindrow},
-    {"harli", PolicyKind::kHarli},
-    {"llmstation", PolicyKind::kLlmStation},
-    {"flexllm", PolicyKind::kFlexLlm},
-    {"fineinfer", PolicyKind::kFineInfer},
-    {"temporal", PolicyKind::kTemporal},
-    {"static", PolicyKind::kStatic},
+// The one list of names: whoever offers policies asks for it.
+constexpr std::array<NamedPolicy, 8> kPolicies{{
+    {"windrow", &windrow_policy},
+    {"harli", &harli},
+    {"llmstation", &llmstation},
+    {"flexllm", &flexllm},
+    {"fineinfer", &fineinfer},
+    {"temporal", &temporal},
+    {"static", &fixed_share},
+    {"iterations", &iterations},
 }};
 
 }  // namespace
 
-PolicyKind policy_of(std::string_view name) {
-  for (const auto& [known, kind] : kNames) {
-    if (known == name) {
-      return kind;
+std::span<const NamedPolicy> policies() {
+  return kPolicies;
+}
+
+const NamedPolicy& policy_of(std::string_view name) {
+  for (const NamedPolicy& policy : kPolicies) {
+    if (policy.name == name) {
+      return policy;
     }
   }
-  throw std::invalid_argument("there is no compiled policy " + std::string(name));
+  throw std::invalid_argument(std::string(name) + " is not a policy");
+}
+
+double beside_us(double bound, double solo, double beside) {
+  if (solo >= bound) {
+    return 0;
+  }
+  return beside <= bound ? beside : (bound - solo) * beside / (beside - solo);
+}
+
+double accompanied_layers(double objective, double layers, double solo, double beside) {
+  if (layers * solo >= objective) {
+    return 0;
+  }
+  if (beside <= solo) {
+    return layers;
+  }
+  const double room = (objective - layers * solo) / (beside - solo);
+  return room >= layers ? layers : real(whole(room));
 }
 
 Grant alone(const PolicyContext& ctx) {
@@ -412,35 +489,6 @@ double effective_units(const Grant& grant, const View& view, const Offer& offer,
     }
   }
   return real(grant.finetune_units) * std::min(1.0, part);
-}
-
-Grant ask_policy(PolicyKind kind, bool option, const View& view, const Offer& offer,
-                 const PolicyContext& ctx) {
-  if (!has_work(offer)) {
-    return alone(ctx);
-  }
-  if (kind == PolicyKind::kStatic) {
-    return ctx.allowed == 1 ? alone(ctx) : share(ctx, ctx.allowed - 1);
-  }
-  if (kind == PolicyKind::kFineInfer) {
-    return fineinfer(option, view, offer, ctx);
-  }
-  if (view.batch == 0) {
-    return kind == PolicyKind::kTemporal ? temporal_idle(option, view, offer, ctx)
-                                         : decode_idle(ctx);
-  }
-  switch (kind) {
-    case PolicyKind::kHarli:
-      return harli(option, view, ctx);
-    case PolicyKind::kLlmStation:
-      return llmstation(view, offer, ctx);
-    case PolicyKind::kFlexLlm:
-      return flexllm(view, offer, ctx);
-    case PolicyKind::kTemporal:
-      return temporal(option, view, ctx);
-    default:
-      return windrow(option, view, offer, ctx);
-  }
 }
 
 }  // namespace windrow

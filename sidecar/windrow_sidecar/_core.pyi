@@ -7,6 +7,7 @@ one thread at a time; the table and the page are shared with other processes and
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from windrow_sidecar.engines.hook import StepInput
 from windrow_sidecar.qos.view import Grant, Offer, View
 
 LAYOUT_VERSION: int
@@ -14,7 +15,10 @@ LEVELS_MAX: int
 VIEW_FIELDS: tuple[str, ...]  # names of the shared page's records, in their order
 OFFER_FIELDS: tuple[str, ...]
 GRANT_FIELDS: tuple[str, ...]
-DECISION_FIGURES: tuple[str, ...]  # constants that a Decider is given
+DECISION_FIGURES: dict[str, float]  # constants of policies and predictor
+POLICIES: tuple[str, ...]
+GROW_REST_NS: int  # for so long after a revocation nothing is lent
+STEP_FIELDS: tuple[str, ...]  # of `engines.hook.StepInput`
 
 class Error(Exception):
     """Base of what the core raises; the message says what to do."""
@@ -292,47 +296,170 @@ class SharedWeights:
     def seal(self) -> None:
         """No more writes by anyone, through mappings old or new. Idempotent."""
 
-class Decider:
-    """What `engines.harvest.compiled` runs before a step: `qos.control.Controller.decide`, compiled.
+def ask_policy(
+    name: str,  # of POLICIES
+    view: View,
+    offer: Offer,
+    *,
+    figures: Mapping[str, float],
+    units: int,
+    splits: Sequence[tuple[int, int]],  # units of the worker and of decode
+    offered: Sequence[int],  # units of `Offer.estimates_us`, in their order
+    allowed: int,
+    idle_units: int,
+    predicted_us: Sequence[float],
+    solo_us: Sequence[float],
+    margin: float,
+    current: int,
+    per_request: bool,
+    in_flight_bound_us: int,
+    layers: int,
+    gaps: bool,
+    deferral_us: int,
+    chunk_bytes: int,
+    taught: bool,
+) -> tuple[int, ...]:
+    """Return a policy's answer, in the order of `Grant`; `qos.policies.Context` has what it knows."""
 
-    It learns nothing; it is told. One thread at a time.
-    """
+def beside_us(bound: float, solo: float, beside: float) -> float:
+    """Return how long a worker may run beside a step so that it takes `bound` at most."""
+
+def accompanied_layers(objective: float, layers: float, solo: float, beside: float) -> float:
+    """Return how many of decode's layers may have a tasklet beside them: LLMStation's N_d."""
+
+def plan_lending(
+    chunks: tuple[int, int, int, int, int],  # by state, as Arena.counts
+    *,
+    wanted: int,
+    limit: int,
+    reserve: int,
+    kv_short: bool,
+    since_revoke_ns: int,
+) -> tuple[int, int, int]:
+    """Return how many chunks the worker may hold, how many to lend, and how many to ask back."""
+
+class KvDemand:
+    """What KV may ask for before lent memory is back."""
+
+    def __init__(
+        self,
+        *,
+        release_us: float,  # from asking until a chunk is free
+        objective_us: int,  # 0: none, growth is left out
+        max_batch: int,
+        token_bytes: int,
+        admitted_q99_tokens: int = 0,
+    ) -> None: ...
+
+def kv_demand_bytes(demand: KvDemand, *, prompts: bool) -> float:
+    """Return the bytes by which running requests grow; with `prompts`, those that arrive as well."""
+
+def reserve_chunks(demand: KvDemand, *, prompts: bool, chunk_bytes: int, total: int) -> int:
+    """Return how many of `total` chunks to keep free."""
+
+class AdmissionRate:
+    """Context tokens that arrive within windows of a fixed length, over the last 600."""
+
+    def __init__(self, window_ns: int) -> None: ...
+    def add(self, now_ns: int, tokens: int) -> None: ...
+    def q99(self) -> int:
+        """Return the 99th percentile; of few windows, the largest."""
+
+class Guard:
+    """Watches latencies; `qos.guard` says when it acts. Times are nanoseconds of one clock."""
+
+    def __init__(self, settings: Mapping[str, float], *, watches: bool = True) -> None: ...
+    def set_percentile(self, percentile: float) -> None: ...
+    def extra_margin(self, now_ns: int) -> float: ...
+    def doubt(self, view: View, offer: Offer, predicted_us: Sequence[float], now_ns: int, /) -> str:
+        """Return why nothing can be decided on these figures; "" where it can."""
+    def pauses(self, now_ns: int) -> bool: ...
+    def may_run(self, now_ns: int) -> bool: ...
+    def distrust(self, now_ns: int) -> None:
+        """Take note of a step whose latency cannot be: the worker pauses, nothing is learned."""
+    def queued(self, now_ns: int, waited_us: int) -> None:
+        """Take note that requests have waited for so long without a break."""
+    def throttled(self, now_ns: int, seconds: float) -> None:
+        """Give up for a while: a CPU limit has kept decode from running beside the worker."""
+    def begin_trial(self) -> None: ...
+    def observe(
+        self, now_ns: int, *, latency_us: float, objective_us: int, harvested: bool
+    ) -> None:
+        """Take note of a finished step; `harvested`: the worker was granted units during it."""
+    @property
+    def reason(self) -> str: ...  # why harvesting has given up; "" while it has not
+    trips: int
+
+class Predictor:
+    """Latency of the next step; `qos.predictor` says how. One thread."""
+
+    def __init__(
+        self,
+        *,
+        figures: Mapping[str, float],
+        units: int,
+        splits: Sequence[tuple[int, int]],
+        models: Sequence[tuple[float, float, float]],  # c0, b0, k0 in microseconds
+        start: tuple[float, float],
+        measured: bool,
+        profiled: tuple[int, int],
+        form: str,
+        blind: bool,
+    ) -> None: ...
+    def predict(
+        self, batch: int, context_tokens: int, phase: int = 0
+    ) -> tuple[list[float], list[float]]:
+        """Return the latency under each split beside a worker, and without one on decode's units."""
+    def extrapolates(self, batch: int, context_tokens: int) -> bool: ...
+    def observe(
+        self,
+        split: int,
+        *,
+        batch: int,
+        context_tokens: int,
+        latency_us: float,
+        objective_us: float = 0.0,
+        phase: int = 0,
+    ) -> float:
+        """Learn from a step beside a worker; return the relative residual."""
+    def follow(self, residual: float, weight: float = 1.0) -> None:
+        """Let the margin follow a step beside which a worker ran for a part of it."""
+    margin: float
+    @property
+    def factors(self) -> tuple[float, float]: ...  # b1, k1
+    @property
+    def taught(self) -> bool: ...
+    @property
+    def known_kinds(self) -> int: ...  # of steps, whose records correct predictions
+    @property
+    def least_step_us(self) -> float: ...
+
+class Decider:
+    """Decides for one slot; `qos.control.Controller` is around it. One thread at a time."""
 
     def __init__(
         self,
         *,
         figures: Mapping[str, float],  # those of DECISION_FIGURES; KeyError where one is missing
         units: int,
-        splits: Sequence[tuple[int, int]],  # units of the worker and of decode
-        offered: Sequence[int],  # units of `Offer.estimates_us`, in their order
+        splits: Sequence[tuple[int, int]],
+        offered: Sequence[int],
         layers: int,
         chunk_bytes: int,
         gaps: bool,
+        handover: bool,
         pause_epoch: int,
+        guard: Guard,
         grant_type: type[Grant],
     ) -> None: ...
-    def set_models(self, models: Sequence[tuple[float, float, float]], /) -> None:
-        """Stage 1 by split (c0, b0, k0 in microseconds). What `correct` told is forgotten."""
-    def learned(
-        self,
-        b1: float,
-        k1: float,
-        margin: float,
-        most_batch: int,
-        most_context: int,
-        taught: bool,
-        /,
-    ) -> None: ...
-    def correct(
-        self, batch_bits: int, context: int, phase: int, split: int, ratio: float, /
-    ) -> None: ...
-    def set_idle(self, why: str, /) -> None:
-        """Nothing is harvested: "no policy", "off" or "no latency profile"."""
+    def set_predictor(self, predictor: Predictor, /) -> None: ...
+    def set_guard(self, guard: Guard, /) -> None: ...
+    def clear_terms(self) -> None: ...
     def set_terms(
         self,
         *,
-        policy: str,
-        option: bool,
+        policy: str | Callable[[tuple[Any, ...], tuple[Any, ...]], Grant],  # "": none, for `idle`
+        idle: str,
         observing: bool,
         per_request: bool,
         refused: bool,
@@ -341,23 +468,13 @@ class Decider:
         allowed: int,
         idle_units: int,
     ) -> None: ...
-    def set_guard(
-        self,
-        extra: float,
-        extra_at_ns: int,
-        paused_until_ns: int,
-        open_until_ns: int,
-        open: bool,
-        for_queue: bool,
-        /,
-    ) -> None: ...
-    def use_guard(self, begin_trial: Callable[[], None], /) -> None:
-        """The next decision is the first that this guard sees; an open breaker calls the method."""
     def decide(
         self, view: View, offer: Offer, now_ns: int, present: bool, chunks: int, /
     ) -> Grant: ...
+    def observe(self, now_ns: int, latency_us: float, /) -> float | None: ...
+    def headroom_units(self, view: View, /) -> float: ...
     def during(self) -> tuple[int, int, int, bool, int, bool, bool, int, int]:
-        """The fields of `qos.control.DuringStep`."""
+        """Return the fields of `qos.control.DuringStep`."""
     # Of the last decision.
     @property
     def why(self) -> str: ...
@@ -369,10 +486,67 @@ class Decider:
     def would_units(self) -> float: ...
     @property
     def extrapolated(self) -> bool: ...
+
+class HarvestStep:
+    """All that decode pays for before a step; `engines.harvest.HarvestHook` is made of it.
+
+    Where `clock` is given, arena and page are Python's, as a simulation has them.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        clock: Callable[[], int] | None,
+        decider: Decider,
+        units: int,
+        pause_epoch: int,
+        chunks: int,
+        chunk_bytes: int,
+        slots_per_chunk: int,
+        max_batch: int,
+        drain_us: float,
+        reserve_prompts: bool,
+        keeps_reserve: bool,
+        admission_window_ns: int,
+        worker_stale_ns: int,
+        regrant_ns: int,
+        steady_ns: int,
+        lending_every_ns: int,
+        keeps_decisions: bool,
+    ) -> None: ...
+    def before_step(self, facts: StepInput, /) -> Grant:
+        """Show the view, decide, grant; a decision stands while nothing it rests on has changed."""
+    def after_step(self, end_ns: int, latency_us: float, /) -> None:
+        """Take note; a step over the objective is judged at once, others at the next decision."""
+    def idle(self, now_ns: int, /) -> Grant:
+        """Decide for a decode that runs dry: the worker may have the device."""
+    def worker_lives(self, epoch: int, /) -> None:
+        """Take note of the job epoch of the only worker that lives; 0: none does. Any thread."""
     @property
-    def settled(self) -> bool: ...
+    def cost_us(self) -> float: ...  # what `before_step` took of the current step
     @property
-    def current(self) -> int: ...
+    def chunks_lacking(self) -> int: ...  # that would have to be FREE for what the worker wants
+    @property
+    def live_epoch(self) -> int | None: ...  # as `worker_lives` said; None: nobody has said
+    def _revoke_all(self) -> None: ...
+    def _news(self) -> None: ...
+    def _look_again(self) -> None: ...
+    def _set_terms(
+        self, any: bool, harvests: bool, objective_us: int, max_memory_percent: int, /
+    ) -> None: ...
+    def _take_kept(self) -> list[tuple[Any, ...]]: ...
+    def _take_measured(self) -> tuple[list[tuple[int, int, int]], list[float]]: ...
+    def _take_returns(self) -> list[float]: ...
+    def _counters(self) -> tuple[int, int, int, int, int, int, float]: ...
+    @property
+    def _view(self) -> tuple[int, ...]: ...
+    @property
+    def _grant(self) -> Grant: ...
+    @property
+    def _holds_out(self) -> bool: ...
+    @property
+    def _tokens_done(self) -> int: ...
 
 class Page:
     """The shared page: view and grant (decode writes), offer (worker writes); seqlocks and a futex.

@@ -1,8 +1,8 @@
 """The arena and the page as the step hook knows them, in simulated time.
 
-They stand at the seam where production has shared memory: the hook's calls are those of
-`windrow_sidecar._core`, with its rules of who may have which chunk. Chunks have no bytes here, so
-those of a state are counted, not named.
+They stand at the seam where production has shared memory: the step calls them as it calls those of
+`windrow_sidecar._core`, with the same rules of who may have which chunk. Chunks have no bytes here,
+so those of a state are counted, not named; nobody reads a view, and nobody falls silent.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from windrow.errors import InvariantBroken
-from windrow_sidecar.qos.view import Grant, Offer, View
+from windrow_sidecar.qos.view import Grant, Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +25,13 @@ class ArenaGeometry:
 
 
 class SimulatedPage:
-    """View, offer and grant.
-
-    `offer` is asked when decode reads it; `granted` is called with news.
-    """
+    """Offer and grant. `offer` is asked when decode reads it, `granted` called with each grant."""
 
     pause_epoch = 0
     grant_seq = 0
 
     def __init__(self, offer: Callable[[], Offer], granted: Callable[[Grant], None]) -> None:
         self._offer, self._granted = offer, granted
-
-    def publish_view(self, view: View) -> None:
-        """Do nothing: there is no reader here."""
 
     def publish_grant(self, grant: Grant) -> None:
         """Hand it to the worker."""
@@ -47,15 +41,6 @@ class SimulatedPage:
     def read_offer(self) -> Offer:
         """Ask the worker."""
         return self._offer()
-
-    def beat(self, side: int) -> None:
-        """Do nothing: there is no watcher here."""
-        del side
-
-    def heartbeat_age_ns(self, side: int) -> int:
-        """Return 0: both sides are always alive."""
-        del side
-        return 0
 
 
 class SimulatedArena:

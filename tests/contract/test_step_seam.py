@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from support.step_seam import RecordingHook, check_calls
 
@@ -28,7 +26,7 @@ def test_a_step_that_begins_and_ends_is_one_step():
         [("before_step", FACTS), ("idle", 0), ("after_step", (2000, 1))],
         [("before_step", FACTS), ("before_step", FACTS), ("after_step", (2000, 1))],
         [("before_step", FACTS), ("after_step", (9_001_000, 4000))],
-        [("before_step", dataclasses.replace(FACTS, batch=0, context_tokens=0, admitted_tokens=0))],
+        [("before_step", FACTS._replace(batch=0, context_tokens=0, admitted_tokens=0))],
     ],
 )
 def test_calls_out_of_order_are_found(calls):

@@ -3,8 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <vector>
@@ -15,40 +18,45 @@ namespace {
 constexpr std::int64_t kUnits = 8;
 constexpr std::int64_t kSecondNs = 1'000'000'000;
 
-DecisionFigures figures() {
-  return {.grow_headroom = 0.02,
-          .slack_steps = 16,
-          .turns_margin = 2,
-          .turns_gain = 1.25,
-          .part_gain = 1.02,
-          .most_stretch = 4,
-          .least_gap_us = 500,
-          .grain_tokens = 16,
-          .most_tokens = 512,
-          .passes = 3,
-          .batch_floor = 4,
-          .beyond_margin = 0.08,
-          .context_bits = 12,
-          .widen_half_life_ns = 10 * kSecondNs,
-          .stale_ns = kSecondNs,
-          .standing_clock = 3,
-          .longest_step_us = 6e8,
-          .offered_layers = std::int64_t{1} << 20,
-          .offered_tokens = std::int64_t{1} << 31,
-          .offered_bytes = std::int64_t{1} << 50};
+constexpr GuardSettings kGuard{.pause_ns = 50'000'000,
+                               .queue_us = 50'000,
+                               .widen = 0.05,
+                               .widen_max = 0.4,
+                               .widen_queued = 4,
+                               .widen_half_life_ns = 10 * kSecondNs,
+                               .excess_factor = 5,
+                               .window_steps = 400,
+                               .min_steps = 200,
+                               .first_break_ns = 10 * kSecondNs,
+                               .longest_break_ns = 160 * kSecondNs,
+                               .stale_ns = kSecondNs,
+                               .standing_clock = 3,
+                               .longest_step_us = 6e8};
+
+std::vector<DecisionSplit> splits() {
+  return {{0, kUnits}, {2, kUnits}, {4, kUnits}, {6, kUnits}};
+}
+
+Predictor::Device modelled() {
+  return {.units = kUnits,
+          .splits = splits(),
+          .models = std::vector<std::array<double, 3>>(4, {2000.0, 100.0, 0.01}),
+          .start = {1.05, 1.05},
+          .measured = true,
+          .most_batch = 64,
+          .most_context = 100'000};
 }
 
 // Decode on all units beside workers of 2, 4 and 6 of them.
 Decider decider() {
   Decider::Device device{.units = kUnits,
-                         .splits = {{0, kUnits}, {2, kUnits}, {4, kUnits}, {6, kUnits}},
+                         .splits = splits(),
                          .offered = {2, 4, 6, kUnits},
                          .layers = 32,
                          .chunk_bytes = 1 << 27,
                          .gaps = true};
-  Decider made(figures(), device, 0);
-  made.set_models(std::vector<std::array<double, 3>>(4, {2000.0, 100.0, 0.01}));
-  made.learned(1.05, 1.05, 0.08, 64, 100'000, true);
+  Decider made(DecisionFigures{}, device, 0, std::make_shared<Guard>(kGuard));
+  made.set_predictor(std::make_shared<Predictor>(DecisionFigures{}, modelled()));
   return made;
 }
 
@@ -87,8 +95,8 @@ TEST(Decider, GarbledFiguresOverflowNothingAndPassNoLimit) {
   std::int64_t ran = 0;
   for (int i = 0; i < 20'000; ++i) {
     if (i % 100 == 0) {
-      slot.set_terms({.policy = static_cast<PolicyKind>(i / 100 % 7),
-                      .option = i % 200 == 0,
+      const auto every = policies();
+      slot.set_terms({.policy = every[static_cast<std::size_t>(i / 100) % every.size()].decide,
                       .per_request = i % 300 == 0,
                       .objective_us = 9000,
                       .deferral_us = 400'000,
@@ -116,18 +124,21 @@ TEST(Decider, GarbledFiguresOverflowNothingAndPassNoLimit) {
     ASSERT_LE(grant.decode_units, kUnits);
     ASSERT_EQ(grant.action == kGo, grant.finetune_units > 0);
     ran += grant.action;
+    // Whatever a step took, and whatever it ran under, it is learned from or refused.
+    static_cast<void>(slot.observe(now_ns, i % 7 == 0 ? -1.0 : 4000.0 + i % 3000));
+    ASSERT_TRUE(std::isfinite(slot.headroom_units(view)));
   }
   EXPECT_GT(ran, 1000);
 }
 
-TEST(Decider, AnOpenBreakerLetsOneTrialBegin) {
+TEST(Decider, AnOpenBreakerLetsATrialBegin) {
   Decider slot = decider();
-  slot.set_terms({.policy = PolicyKind::kHarli,
+  slot.set_terms({.policy = policy_of("harli").decide,
                   .objective_us = 9000,
                   .deferral_us = 400'000,
                   .allowed = 4,
                   .idle_units = kUnits});
-  slot.set_guard({.open_until_ns = 5 * kSecondNs, .open = true});
+  slot.guard().throttled(kSecondNs, 0.2);
   const Offer offer{.job_epoch = 1};
   const auto decide = [&](std::int64_t now_ns) {
     return slot.decide({.batch = 4, .context_tokens = 1000, .objective_us = 9000}, offer, now_ns,
@@ -135,23 +146,32 @@ TEST(Decider, AnOpenBreakerLetsOneTrialBegin) {
   };
   EXPECT_EQ(decide(4 * kSecondNs).action, kPause);
   EXPECT_EQ(slot.why(), Why::kBreaker);
-  EXPECT_FALSE(slot.take_trial());
-  EXPECT_EQ(decide(5 * kSecondNs).action, kGo);
-  EXPECT_TRUE(slot.take_trial());
-  EXPECT_FALSE(slot.take_trial());
+  EXPECT_EQ(decide(11 * kSecondNs).action, kGo);
+  EXPECT_EQ(slot.guard().reason(), "");
 }
 
 TEST(Decider, RefusesWhatDoesNotFitItsDevice) {
   Decider slot = decider();
   EXPECT_THROW(slot.set_terms({.allowed = 5}), std::invalid_argument);
   EXPECT_THROW(slot.set_terms({.allowed = 0}), std::invalid_argument);
-  EXPECT_THROW(slot.set_models({{1.0, 1.0, 1.0}}), std::invalid_argument);
   EXPECT_THROW(static_cast<void>(policy_of("best")), std::invalid_argument);
-  EXPECT_THROW(slot.correct(3, 1, 0, 4, 1.1), std::out_of_range);
-  for (std::int64_t kind = 0; kind < static_cast<std::int64_t>(Corrections::kMost); ++kind) {
-    slot.correct(3, kind, 0, 1, 1.1);
+  Predictor::Device few = modelled();
+  few.models.pop_back();
+  EXPECT_THROW(Predictor(DecisionFigures{}, few), std::invalid_argument);
+  few.splits.pop_back();
+  EXPECT_THROW(slot.set_predictor(std::make_shared<Predictor>(DecisionFigures{}, few)),
+               std::invalid_argument);
+}
+
+TEST(Predictor, KeepsOfAsManyKindsOfStepsAsItHasRoomFor) {
+  Predictor predictor(DecisionFigures{}, modelled());
+  for (std::int64_t kind = 0; kind < 1100; ++kind) {
+    for (int i = 0; i < 16; ++i) {
+      predictor.observe(1, 4, kind << 12, 9000, 9000, 3);
+    }
   }
-  EXPECT_THROW(slot.correct(3, -1, 0, 1, 1.1), std::length_error);
+  EXPECT_EQ(predictor.records().known(), 1024);
+  EXPECT_THROW(predictor.observe(4, 4, 0, 9000, 9000, 0), std::out_of_range);
 }
 
 }  // namespace

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,7 +122,7 @@ def test_requests_that_are_held_back_are_no_work_of_decode(decode):
         assert (held.action, held.finetune_units) == (Action.GO, 2)
         assert held.hold_admission_until_ns > waits.start_ns
         # Waiting since then, it is due after 400 ms; the worker's units are decode's again.
-        due = decode.hook.before_step(replace(waits, start_ns=waits.start_ns + 400_000_000))
+        due = decode.hook.before_step(waits._replace(start_ns=waits.start_ns + 400_000_000))
         assert (due.action, due.hold_admission_until_ns) == (Action.PAUSE, 0)
 
 

@@ -9,9 +9,9 @@ import pytest
 from windrow.errors import UserError
 from windrow_sidecar.qos.control import Controller
 from windrow_sidecar.qos.guard import SECOND_NS
-from windrow_sidecar.qos.handover import Handover
 from windrow_sidecar.qos.levels import Partitioning, host_levels, whole_levels
-from windrow_sidecar.qos.predictor import FORGETTING, START_MARGIN, Predictor
+from windrow_sidecar.qos.policies import FIGURES
+from windrow_sidecar.qos.predictor import START_MARGIN, Predictor
 from windrow_sidecar.qos.solo import SoloStepModel
 from windrow_sidecar.qos.terms import HarvestTerms, make_terms
 from windrow_sidecar.qos.view import Action, Grant, Offer, View
@@ -147,7 +147,7 @@ def test_the_guard_pauses_a_worker_that_the_policy_would_let_run():
     assert pod.controller.why_paused == "guard"
     queue = Pod()
     assert queue.step().action == Action.GO
-    queue.controller.queued(queue.now_ns, 60_000)
+    queue.controller.guard.queued(queue.now_ns, 60_000)
     assert queue.step().action == Action.PAUSE
     assert queue.controller.why_paused == "queue"
 
@@ -167,7 +167,7 @@ def test_steps_beside_the_worker_teach_and_steps_between_two_partitions_do_not()
     before = predictor.predict_us(SMALL, 0)[1]
     for _ in range(410):  # the first few lie between two partitions
         pod.step(latency_us=7800)
-    left = abs(before - 7800) * FORGETTING**400
+    left = abs(before - 7800) * FIGURES["forgetting"] ** 400
     assert predictor.predict_us(SMALL, 0)[1] == pytest.approx(7800, abs=left)
     learned = predictor.co_run
     pod.step(BURST, latency_us=50_000)  # paused, but decode is still on one core
@@ -192,20 +192,46 @@ def test_headroom_is_what_an_eager_worker_would_get_though_none_is_there():
     assert pod.controller.headroom_units(View(batch=0, objective_us=12_000)) == 2
 
 
+class Granting:
+    """A controller whose policy answers with a grant that is given, on four cores."""
+
+    def __init__(self) -> None:
+        levels = host_levels(4)
+        solo = {units: SoloStepModel(100, 0, 0) for units in range(1, 5)}
+        self.controller = Controller(levels, Predictor(levels, solo))
+        self.controller.set_terms(TERMS)
+        self.wish, self.now_ns = Grant(), SECOND_NS
+        self.controller.decider.set_terms(
+            policy=lambda view, offer: self.wish,
+            idle="",
+            observing=False,
+            per_request=False,
+            refused=False,
+            objective_us=12_000,
+            deferral_us=0,
+            allowed=4,
+            idle_units=4,
+        )
+
+    def grant(self, finetune_units: int, decode_units: int, **offer: int) -> Grant:
+        self.wish = Grant(Action.GO, finetune_units, decode_units)
+        self.now_ns += 10 * MS
+        view = View(batch=4, objective_us=12_000)
+        return self.controller.decide(view, Offer(1, **offer), self.now_ns, present=True)
+
+
 def test_after_a_grant_shrinks_decode_waits_for_the_acknowledgement_only():
-    handover = Handover(4)
-    handover.grant(Action.GO, 3, 1, Offer(), True)
-    handover.grant(Action.GO, 1, 3, Offer(in_flight_us=500), True)
-    assert (handover.pause_epoch, handover.decode_units) == (1, 1)
+    slot = Granting()
+    slot.grant(3, 1)
+    shrunk = slot.grant(1, 3, in_flight_us=500)
+    assert (shrunk.pause_epoch, shrunk.decode_units) == (1, 1)
     # What is in flight now was launched within the new grant.
-    handover.grant(Action.GO, 1, 3, Offer(in_flight_us=500, pause_epoch_seen=1), True)
-    assert handover.decode_units == 3
+    assert slot.grant(1, 3, in_flight_us=500, pause_epoch_seen=1).decode_units == 3
 
 
 def test_narrowing_decode_is_immediate():
-    handover = Handover(2)
-    handover.grant(Action.GO, 1, 1, Offer(), True)
-    assert (handover.decode_units, handover.pause_epoch) == (1, 0)
+    first = Granting().grant(1, 1)
+    assert (first.decode_units, first.pause_epoch) == (1, 0)
 
 
 @pytest.mark.parametrize(

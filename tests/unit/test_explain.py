@@ -17,7 +17,7 @@ from windrow.errors import UserError
 from windrow.rundir import RunDir
 from windrow_cli import app
 from windrow_cli.explain import moment, ring_of
-from windrow_sidecar.engines.harvest.decision_log import Decisions
+from windrow_sidecar.engines.harvest.decision_log import Decisions, Outcome
 from windrow_sidecar.qos.control import Decided
 from windrow_sidecar.qos.view import Action, Grant, Offer, View
 
@@ -39,12 +39,12 @@ def decided(step: int, at_ns: int, **grant) -> Decided:
 
 def test_a_decision_comes_back_with_its_outcome(tmp_path):
     log = Decisions(RunDir(tmp_path))
-    log.decided(decided(1, 5_000_000_000))
-    log.ended([9000, 11_000], 20_000)
+    log.keep(decided(1, 5_000_000_000))
+    log.keep(Outcome(2, 0, 11_000, 20_000))
     going = {"action": Action.GO, "finetune_units": 48, "decode_units": 132, "budget_us": 6000}
-    log.decided(decided(2, 5_100_000_000, **going, predicted_us=18_200))
+    log.keep(decided(2, 5_100_000_000, **going, predicted_us=18_200))
     log.drain()
-    log.ended([18_000, 21_000], 20_000)
+    log.keep(Outcome(2, 1, 21_000, 39_000))
     log.drain()
     paused, ran = read_decisions(RunDir(tmp_path).decision_log())
     assert (paused.step, paused.batch, paused.slack_us, paused.phase) == (1, 6, -5, "backward")
@@ -62,7 +62,7 @@ def test_a_decision_comes_back_with_its_outcome(tmp_path):
 def test_a_worker_that_starves_is_told_with_its_layers_in_memory(tmp_path, layers, kept):
     log = Decisions(RunDir(tmp_path))
     offer = Offer(job_epoch=3, phase=3, starving=1, resident_layers=layers)
-    log.decided(decided(1, 10**9)._replace(offer=offer, why_paused="starving"))
+    log.keep(decided(1, 10**9)._replace(offer=offer, why_paused="starving"))
     log.drain()
     (starved,) = read_decisions(RunDir(tmp_path).decision_log())
     assert starved.resident_layers == kept
@@ -72,7 +72,7 @@ def test_a_worker_that_starves_is_told_with_its_layers_in_memory(tmp_path, layer
 def test_a_garbled_offer_has_a_record(tmp_path):
     log = Decisions(RunDir(tmp_path))
     garbled = Offer(job_epoch=-1, phase=-1, starving=2**40, resident_layers=-(2**62))
-    log.decided(decided(1, 10**9)._replace(offer=garbled))
+    log.keep(decided(1, 10**9)._replace(offer=garbled))
     log.drain()
     (kept,) = read_decisions(RunDir(tmp_path).decision_log())
     assert (kept.job_epoch, kept.phase, kept.resident_layers) == (0, "none", 0)
@@ -83,7 +83,7 @@ def test_the_ring_keeps_the_newest_and_never_grows(tmp_path):
     path = RunDir(tmp_path).decision_log()
     size = path.stat().st_size
     for step in range(CAPACITY + 10):
-        log.decided(decided(step, step))
+        log.keep(decided(step, step))
     log.drain()
     kept = read_decisions(path)
     assert [kept[0].step, kept[-1].step] == [10, CAPACITY + 9]
@@ -92,8 +92,8 @@ def test_the_ring_keeps_the_newest_and_never_grows(tmp_path):
 
 def test_a_breach_keeps_what_led_there(tmp_path):
     log = Decisions(RunDir(tmp_path))
-    log.decided(decided(1, 10**9))
-    log.ended([25_000, 26_000], 20_000)
+    log.keep(decided(1, 10**9))
+    log.keep(Outcome(2, 2, 26_000, 51_000))
     log.breached("two steps over the objective")
     log.drain()
     reason, last = RunDir(tmp_path).breach_log().read_text().splitlines()
@@ -125,7 +125,7 @@ def test_what_is_no_moment_is_refused(text):
 def test_the_command_prints_lines_and_json(tmp_path):
 
     log = Decisions(RunDir(tmp_path))
-    log.decided(decided(1, time.monotonic_ns()))
+    log.keep(decided(1, time.monotonic_ns()))
     log.drain()
     said = CliRunner().invoke(app, ["explain", str(tmp_path), "--within", "60"]).output
     assert "the worker paused: objective" in said

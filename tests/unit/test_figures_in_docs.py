@@ -21,9 +21,9 @@ from windrow_sidecar.finetune.job import multiplexer
 from windrow_sidecar.finetune.offload import copying
 from windrow_sidecar.finetune.training import health
 from windrow_sidecar.memory.geometry import Geometry
-from windrow_sidecar.qos import predictor, terms
+from windrow_sidecar.qos import terms
 from windrow_sidecar.qos.guard import GuardSettings
-from windrow_sidecar.qos.policies import windrow as policy
+from windrow_sidecar.qos.policies import FIGURES
 
 
 def default(of: type, name: str) -> Any:
@@ -65,17 +65,17 @@ SAID = {
     ],
     "docs/allocator.md": [f"or {CSRC['kMostIdleBlocks']:,} blocks idle"],
     "docs/policies.md": [
-        f"needs {policy.GROW_HEADROOM:.0%} of headroom",
-        f"over {policy.SLACK_STEPS} steps at least",
-        f"worth at least {policy.PART_GAIN - 1:.0%} more",
+        f"needs {FIGURES['grow_headroom']:.0%} of headroom",
+        f"over {FIGURES['slack_steps']:g} steps at least",
+        f"worth at least {FIGURES['part_gain'] - 1:.0%} more",
         f"wait for a place in decode for {GUARD.queue_us / 1e3:.0f} ms pause",
         f"pause the worker for {GUARD.pause_ns / 1e6:.0f} ms and widen the margin by "
         f"{GUARD.widen * 100:.0f} points",
         f"fade by half every {GUARD.widen_half_life_ns / 1e9:.0f} s",
         f"opens for {GUARD.first_break_ns / 1e9:.0f} s (twice as long each time, "
         f"{GUARD.longest_break_ns / 1e9:.0f} s at most)",
-        f"widen the margin by {predictor.BEYOND_MARGIN * 100:.0f} points until "
-        f"{predictor._SEEN_OFTEN} such steps",
+        f"widen the margin by {FIGURES['beyond_margin'] * 100:.0f} points until "
+        f"{FIGURES['seen_often']} such steps",
         f"`spec.objective.deferralBound`, {terms.DEFAULT_DEFERRAL_US / 1e3:.0f} ms by default",
     ],
     "docs/runbooks/breaker-open.md": [

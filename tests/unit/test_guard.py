@@ -195,8 +195,6 @@ SANE = View(batch=4, context_tokens=2000, objective_us=10_000, start_ns=NOW_NS -
         (SANE._replace(batch=-1), [4000.0], "the view holds impossible figures"),
         (SANE._replace(context_tokens=-1), [4000.0], "the view holds impossible figures"),
         (SANE._replace(objective_us=0), [4000.0], "the view holds impossible figures"),
-        (SANE._replace(slack_us=float("nan")), [4000.0], "the view holds impossible figures"),
-        (SANE._replace(batch=float("nan")), [4000.0], "the view holds impossible figures"),
         (SANE, [4000.0, float("nan")], "the prediction is impossible"),
         (SANE, [4000.0, float("inf")], "the prediction is impossible"),
         (SANE, [0.0, 6000.0], "the prediction is impossible"),
@@ -205,6 +203,14 @@ SANE = View(batch=4, context_tokens=2000, objective_us=10_000, start_ns=NOW_NS -
 )
 def test_figures_that_cannot_be_are_no_ground_for_a_decision(view, predicted_us, doubt):
     assert Guard().doubt(view, Offer(), predicted_us, NOW_NS) == doubt
+
+
+@pytest.mark.parametrize("field", ["batch", "slack_us"])
+def test_a_view_that_no_page_could_hold_is_refused_by_its_field(field):
+    view = SANE._replace(**{field: float("nan")})
+    with pytest.raises(TypeError, match=f"{field} is no 64-bit integer"):
+        Guard().doubt(view, Offer(), [4000.0], NOW_NS)
+
 
 
 def test_a_clock_that_stands_or_runs_back_is_no_ground_either():

@@ -7,14 +7,12 @@ one tasklet after it has been told to.
 from __future__ import annotations
 
 import random
-from typing import ClassVar
 
 import pytest
 
-from windrow_sidecar.qos.control import IMPOSSIBLE_US, Controller, EngineTraits
+from windrow_sidecar.qos.control import Controller, EngineTraits
 from windrow_sidecar.qos.levels import host_levels, overlapping_levels
-from windrow_sidecar.qos.policies import POLICIES, Context
-from windrow_sidecar.qos.policies.windrow import TURNS_GAIN
+from windrow_sidecar.qos.policies import POLICIES, Context, make_policy
 from windrow_sidecar.qos.predictor import Predictor
 from windrow_sidecar.qos.solo import SoloStepModel
 from windrow_sidecar.qos.terms import HarvestTerms
@@ -26,22 +24,16 @@ SOLO = {units: SoloStepModel(1000 + 2000 / units, 800 / units, 0.0) for units in
 OBJECTIVE_US, TASKLET_NS = 10_000, 2_500_000
 
 
-class RunEverything:
+def run_everything(view: tuple[int, ...], offer: tuple[int, ...], allowed: int) -> Grant:
     """All units for the worker, for ever; requests wait, steps wait."""
-
-    name: ClassVar[str] = "everything"
-
-    def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
-        far_ns = view.start_ns + 10**12
-        return Grant(Action.GO, 10**6, 1, gap_until_ns=far_ns, hold_admission_until_ns=far_ns)
+    far_ns = View._make(view).start_ns + 10**12
+    return Grant(Action.GO, 10**6, 1, gap_until_ns=far_ns, hold_admission_until_ns=far_ns)
 
 
-class RunAllItMay(RunEverything):
+def run_all_it_may(view: tuple[int, ...], offer: tuple[int, ...], allowed: int) -> Grant:
     """The most that the hard limits let pass."""
-
-    def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
-        split = ctx.levels.splits[ctx.allowed - 1]
-        return Grant(Action.GO, split.finetune_units, split.decode_units)
+    split = LEVELS.splits[allowed - 1]
+    return Grant(Action.GO, split.finetune_units, split.decode_units)
 
 
 class Simulated:
@@ -51,9 +43,22 @@ class Simulated:
         self.controller = Controller(
             LEVELS, Predictor(LEVELS, SOLO), engine=EngineTraits(layers=8, gaps=True)
         )
-        terms = HarvestTerms("p", "windrow", "harvest", OBJECTIVE_US, max_compute_percent=percent)
+        name = policy if isinstance(policy, str) else "windrow"
+        terms = HarvestTerms("p", name, "harvest", OBJECTIVE_US, max_compute_percent=percent)
         self.controller.set_terms(terms)
-        self.controller._policy = policy
+        if callable(policy):
+            allowed = LEVELS.allowed(percent)
+            self.controller.decider.set_terms(
+                policy=lambda view, offer: policy(view, offer, allowed),
+                idle="",
+                observing=False,
+                per_request=False,
+                refused=False,
+                objective_us=OBJECTIVE_US,
+                deferral_us=terms.deferral_us,
+                allowed=allowed,
+                idle_units=LEVELS.idle_share(percent),
+            )
         self.slow, self.now_ns = slow, 10**10
         self.quiet_at_ns, self.offer = 0, Offer(job_epoch=1)
         self.last = Grant()
@@ -84,7 +89,7 @@ class Simulated:
         )
 
 
-@pytest.mark.parametrize("policy", [RunEverything(), RunAllItMay()])
+@pytest.mark.parametrize("policy", [run_everything, run_all_it_may])
 @pytest.mark.parametrize("percent", [25, 50, 75, 100])
 def test_a_policy_that_always_runs_everything_passes_no_limit(policy, percent):
     slot, rng = Simulated(policy, percent), random.Random(percent)
@@ -98,7 +103,7 @@ def test_a_policy_that_always_runs_everything_passes_no_limit(policy, percent):
 
 
 def test_a_policy_that_breaks_the_objective_is_stopped_within_two_steps_and_a_tasklet():
-    slot = Simulated(RunAllItMay(), slow=4.0)
+    slot = Simulated(run_all_it_may, slow=4.0)
     over, alone = 0, 0
     for _ in range(2000):
         grant, latency_us = slot.step(4)
@@ -112,9 +117,9 @@ def test_a_policy_that_breaks_the_objective_is_stopped_within_two_steps_and_a_ta
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-@pytest.mark.parametrize("latency_us", [float("nan"), float("inf"), -5, 0, IMPOSSIBLE_US])
+@pytest.mark.parametrize("latency_us", [float("nan"), float("inf"), -5, 0, 6e8])
 def test_a_latency_that_cannot_be_pauses_and_teaches_nothing(name, latency_us):
-    slot = Simulated(POLICIES[name]())
+    slot = Simulated(name)
     for _ in range(5):
         slot.step(4)
     predictor = slot.controller.predictor
@@ -126,7 +131,7 @@ def test_a_latency_that_cannot_be_pauses_and_teaches_nothing(name, latency_us):
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_view_of_nonsense_pauses_whatever_the_policy(name):
-    slot = Simulated(POLICIES[name]())
+    slot = Simulated(name)
     slot.step(4)
     view = View(batch=-3, objective_us=OBJECTIVE_US, start_ns=slot.now_ns)
     grant = slot.controller.decide(view, Offer(job_epoch=1), slot.now_ns, present=True)
@@ -135,7 +140,7 @@ def test_a_view_of_nonsense_pauses_whatever_the_policy(name):
 
 
 def test_an_objective_below_what_decode_alone_takes_is_refused_with_the_number():
-    slot = Simulated(POLICIES["static"]())
+    slot = Simulated("static")
     # 1 + 2/4 + 4 x 0.8/4 = 2.3 ms for one request on four cores.
     slot.controller.set_terms(HarvestTerms("p", "static", "harvest", 2000))
     for batch in (0, 4):
@@ -154,9 +159,8 @@ def worth(grant: Grant, view: View, ctx: Context) -> float:
     if grant.n_tasklets or grant.window_tokens:
         return grant.n_tasklets or grant.window_tokens
     if grant.gap_until_ns:
-        # As `windrow` counts turns when it compares them with shares.
         gap_us = (grant.gap_until_ns - view.start_ns) / 1000
-        return grant.finetune_units * gap_us / (gap_us + ctx.solo_us[0]) / TURNS_GAIN
+        return grant.finetune_units * gap_us / (gap_us + ctx.solo_us[0])
     if grant.budget_us:
         return grant.finetune_units * min(1.0, grant.budget_us / grant.predicted_us)
     return grant.finetune_units
@@ -165,7 +169,7 @@ def worth(grant: Grant, view: View, ctx: Context) -> float:
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_more_slack_never_gives_the_worker_less(name):
     """A longer objective, with everything else as it was."""
-    rng, policy = random.Random(7), POLICIES[name]()
+    rng, policy = random.Random(7), make_policy(name)
     offer = Offer(1, 0, 3, 0, 4, 256, (4000, 2000, 1333, 1000, 0, 0, 0, 0))
     for _ in range(60):
         levels = rng.choice([LEVELS, overlapping_levels(4, (1, 2, 3))])

@@ -1,18 +1,32 @@
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windrow_sidecar.qos.lending import (
-    GROW_REST_NS,
-    ChunkCounts,
-    LendingPlan,
-    plan_lending,
-)
+from windrow_sidecar._core import GROW_REST_NS, plan_lending
 
 LONG_AGO = 1 << 60
-MS = 1_000_000
+
+
+class ChunkCounts(NamedTuple):
+    """As an arena counts them."""
+
+    free: int
+    kv: int
+    lent: int
+    reserved: int
+    draining: int
+
+
+class LendingPlan(NamedTuple):
+    """As the core plans."""
+
+    target: int
+    lend: int = 0
+    revoke: int = 0
 
 
 def plan(chunks: ChunkCounts, **changes) -> LendingPlan:
@@ -23,7 +37,7 @@ def plan(chunks: ChunkCounts, **changes) -> LendingPlan:
         "kv_short": False,
         "since_revoke_ns": LONG_AGO,
     }
-    return plan_lending(chunks, **{**values, **changes})
+    return LendingPlan(*plan_lending(chunks, **{**values, **changes}))
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,6 @@ import pytest
 from windrow.errors import UserError
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.policies import POLICIES, Context, make_policy
-from windrow_sidecar.qos.policies.harli import Harli
-from windrow_sidecar.qos.policies.static import Static
-from windrow_sidecar.qos.policies.windrow import Windrow
 from windrow_sidecar.qos.view import Action, Offer, View
 
 BUSY = View(batch=6, objective_us=10_000)
@@ -65,33 +62,29 @@ def test_limits_that_leave_no_level_leave_nothing(name):
 )
 def test_what_is_picked_beside_a_busy_decode(situation, changes, harli, windrow):
     ctx = context(**changes)
-    assert Harli().decide(BUSY, WORK, ctx).finetune_units == harli, situation
-    assert Windrow().decide(BUSY, WORK, ctx).finetune_units == windrow, situation
+    assert make_policy("harli").decide(BUSY, WORK, ctx).finetune_units == harli, situation
+    assert make_policy("windrow").decide(BUSY, WORK, ctx).finetune_units == windrow, situation
 
 
 def test_decode_takes_what_the_worker_leaves_and_the_prediction_is_told():
-    decision = Windrow().decide(BUSY, WORK, context())
+    decision = make_policy("windrow").decide(BUSY, WORK, context())
     assert (decision.action, decision.finetune_units, decision.decode_units) == (Action.GO, 2, 2)
     assert decision.predicted_us == 8000
     assert decision.in_flight_bound_us == 2500
 
 
-def test_harli_that_picks_at_each_step_does_not_keep_what_is_merely_valid():
-    assert Harli(repick="step").decide(BUSY, WORK, context(current=1)).finetune_units == 2
-
-
 def test_harli_takes_the_latency_closest_to_the_objective_and_windrow_the_largest_share():
     ctx = context(predicted_us=[4000.0, 9000.0, 8000.0, 8500.0])
-    assert Harli().decide(BUSY, WORK, ctx).finetune_units == 1
-    assert Windrow().decide(BUSY, WORK, ctx).finetune_units == 3
+    assert make_policy("harli").decide(BUSY, WORK, ctx).finetune_units == 1
+    assert make_policy("windrow").decide(BUSY, WORK, ctx).finetune_units == 3
 
 
 def test_harli_gives_a_tie_to_the_larger_share():
     ctx = context(predicted_us=[4000.0, 8000.0, 8000.0, 12_000.0])
-    assert Harli().decide(BUSY, WORK, ctx).finetune_units == 2
+    assert make_policy("harli").decide(BUSY, WORK, ctx).finetune_units == 2
 
 
-@pytest.mark.parametrize("policy", [Harli(), Windrow()])
+@pytest.mark.parametrize("policy", [make_policy("harli"), make_policy("windrow")])
 def test_an_idle_decode_leaves_the_whole_device(policy):
     idle = View(batch=0, objective_us=10_000)
     decision = policy.decide(idle, WORK, context())
@@ -102,7 +95,7 @@ def test_an_idle_decode_leaves_the_whole_device(policy):
 
 def test_static_looks_at_the_limits_only():
     for view in (BUSY, View(batch=64, objective_us=1), View(batch=0, objective_us=10_000)):
-        assert Static().decide(view, WORK, context(allowed=3)).finetune_units == 2
+        assert make_policy("static").decide(view, WORK, context(allowed=3)).finetune_units == 2
 
 
 @pytest.mark.parametrize(
@@ -112,9 +105,9 @@ def test_static_looks_at_the_limits_only():
 def test_by_request_saved_time_is_spent_and_debt_is_paid_back(slack_us, units):
     view = View(batch=6, objective_us=10_000, slack_us=slack_us)
     ctx = context(per_request=True)
-    assert Windrow().decide(view, WORK, ctx).finetune_units == units
+    assert make_policy("windrow").decide(view, WORK, ctx).finetune_units == units
     # By step, slack does not count.
-    assert Windrow().decide(view, WORK, context()).finetune_units == 2
+    assert make_policy("windrow").decide(view, WORK, context()).finetune_units == 2
 
 
 def test_an_unknown_policy_is_refused_with_the_names_that_exist():

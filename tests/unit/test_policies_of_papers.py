@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from windrow_sidecar._core import accompanied_layers, beside_us
 from windrow_sidecar.qos.levels import (
     host_levels,
     offered_levels,
@@ -11,13 +12,7 @@ from windrow_sidecar.qos.levels import (
     pair_levels,
     whole_levels,
 )
-from windrow_sidecar.qos.policies.base import IN_TURNS, Context, beside_us
-from windrow_sidecar.qos.policies.fineinfer import FineInfer
-from windrow_sidecar.qos.policies.flexllm import FlexLlm
-from windrow_sidecar.qos.policies.harli import Harli
-from windrow_sidecar.qos.policies.llmstation import LlmStation, accompanied_layers
-from windrow_sidecar.qos.policies.temporal import LEAST_GAP_US, Temporal
-from windrow_sidecar.qos.policies.windrow import Windrow
+from windrow_sidecar.qos.policies import FIGURES, Context, make_policy
 from windrow_sidecar.qos.view import LEVELS_MAX, Action, Offer, Phase, View
 
 START_NS = 5_000_000_000
@@ -70,23 +65,25 @@ def test_llmstation_clamps_equation_one(objective, layers, solo, beside, accompa
 
 def test_llmstation_turns_accompanied_layers_into_tasklets():
     # 21 layers x 781.25 us = 16,406 us, over 4,000 us a tasklet: 4.1.
-    grant = LlmStation().decide(BUSY, WORK, gpu())
+    grant = make_policy("llmstation").decide(BUSY, WORK, gpu())
     assert (grant.action, grant.finetune_units, grant.n_tasklets) == (Action.GO, 66, 4)
     # Without an estimate the same time is granted instead.
     unknown = WORK._replace(estimates_us=(0,) * LEVELS_MAX)
-    assert LlmStation().decide(BUSY, unknown, gpu()).budget_us == 16_406
+    assert make_policy("llmstation").decide(BUSY, unknown, gpu()).budget_us == 16_406
     # As for a tasklet that takes longer: the worker runs a part of it beside each step.
     longer = WORK._replace(estimates_us=(20_000,) * LEVELS_MAX)
-    grant = LlmStation().decide(BUSY, longer, gpu())
+    grant = make_policy("llmstation").decide(BUSY, longer, gpu())
     assert (grant.n_tasklets, grant.budget_us) == (0, 16_406)
 
 
 def test_llmstation_checks_memory_where_tensors_lie_in_lent_chunks():
     full = BUSY._replace(free_chunks=3)
     keeps = WORK._replace(held_chunks=2, memory_delta_bytes=1000)
-    assert LlmStation().decide(full, keeps, gpu(chunk_bytes=1000)).n_tasklets == 3
+    assert make_policy("llmstation").decide(full, keeps, gpu(chunk_bytes=1000)).n_tasklets == 3
     none = BUSY._replace(free_chunks=0)
-    assert LlmStation().decide(none, keeps, gpu(chunk_bytes=1000)).action == Action.PAUSE
+    assert (
+        make_policy("llmstation").decide(none, keeps, gpu(chunk_bytes=1000)).action == Action.PAUSE
+    )
 
 
 def test_llmstation_takes_the_split_with_the_most_tasklets():
@@ -100,30 +97,30 @@ def test_llmstation_takes_the_split_with_the_most_tasklets():
         layers=8,
     )
     offer = WORK._replace(estimates_us=(10_000, 4000, 3000, 0, 0, 0, 0, 0))
-    grant = LlmStation().decide(BUSY, offer, ctx)
+    grant = make_policy("llmstation").decide(BUSY, offer, ctx)
     assert (grant.finetune_units, grant.decode_units, grant.n_tasklets) == (2, 1, 4)
 
 
 def test_flexllm_inverts_f_of_c_and_s():
     # f(c, s) = 10 + w (1 - 10 / 25) <= 20 ms: w = 16.67 ms. A token takes 4,000 us / (4 x 256) in a
     # layer and 32 times that in all: 125 us. 133 tokens fit, 128 in steps of 16.
-    grant = FlexLlm().decide(BUSY, WORK, gpu())
+    grant = make_policy("flexllm").decide(BUSY, WORK, gpu())
     assert (grant.window_tokens, grant.budget_us) == (128, 16_000)
     assert grant.predicted_us == 10_000 + 16_000 * 0.6
     # Half of the room: the margin makes the objective 15 ms, w = 8.33 ms, 66 tokens.
-    assert FlexLlm().decide(BUSY, WORK, gpu(margin=1 / 3)).window_tokens == 64
+    assert make_policy("flexllm").decide(BUSY, WORK, gpu(margin=1 / 3)).window_tokens == 64
 
 
 def test_flexllm_caps_its_window_and_runs_a_part_of_the_smallest_where_it_does_not_fit():
     fast = WORK._replace(estimates_us=(40, 30, 0, 0, 0, 0, 0, 0))
-    assert FlexLlm().decide(BUSY, fast, gpu()).window_tokens == 512
+    assert make_policy("flexllm").decide(BUSY, fast, gpu()).window_tokens == 512
     slow = WORK._replace(estimates_us=(400_000, 300_000, 0, 0, 0, 0, 0, 0))
-    part = FlexLlm().decide(BUSY, slow, gpu())
+    part = make_policy("flexllm").decide(BUSY, slow, gpu())
     assert (part.action, part.window_tokens, part.budget_us) == (Action.GO, 16, 16_666)
-    none = FlexLlm().decide(BUSY._replace(objective_us=10_000), slow, gpu())
+    none = make_policy("flexllm").decide(BUSY._replace(objective_us=10_000), slow, gpu())
     assert none.action == Action.PAUSE
     unknown = WORK._replace(estimates_us=(0,) * LEVELS_MAX)
-    assert FlexLlm().decide(BUSY, unknown, gpu()).window_tokens == 16
+    assert make_policy("flexllm").decide(BUSY, unknown, gpu()).window_tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -136,45 +133,35 @@ def test_a_worker_for_a_part_of_a_step_ends_it_at_the_bound(bound, solo, beside,
 
 def test_fineinfer_runs_the_worker_until_the_oldest_request_is_due():
     # Bound 400 ms; the switch takes what is in flight, 5 ms: a request is due after 395 ms.
-    quiet = FineInfer().decide(IDLE, WORK, gpu())
+    quiet = make_policy("fineinfer").decide(IDLE, WORK, gpu())
     assert (quiet.action, quiet.finetune_units) == (Action.GO, 132)
     assert quiet.hold_admission_until_ns == START_NS + 395_000_000
     waits = IDLE._replace(waiting=1, waited_us=300_000)
-    held = FineInfer().decide(waits, WORK, gpu())
+    held = make_policy("fineinfer").decide(waits, WORK, gpu())
     assert (held.action, held.hold_admission_until_ns) == (Action.GO, START_NS + 95_000_000)
-    due = FineInfer().decide(waits._replace(waited_us=395_000), WORK, gpu())
+    due = make_policy("fineinfer").decide(waits._replace(waited_us=395_000), WORK, gpu())
     assert (due.action, due.hold_admission_until_ns) == (Action.PAUSE, 0)
 
 
 def test_fineinfer_decodes_alone_until_the_batch_is_empty():
-    grant = FineInfer().decide(BUSY._replace(waiting=2, waited_us=100_000), WORK, gpu())
+    grant = make_policy("fineinfer").decide(
+        BUSY._replace(waiting=2, waited_us=100_000), WORK, gpu()
+    )
     assert (grant.action, grant.hold_admission_until_ns) == (Action.PAUSE, START_NS + 295_000_000)
     # Without work for the worker nobody waits for nothing.
-    nobody = FineInfer().decide(BUSY._replace(waiting=2), Offer(), gpu())
+    nobody = make_policy("fineinfer").decide(BUSY._replace(waiting=2), Offer(), gpu())
     assert nobody.hold_admission_until_ns == 0
 
 
-def test_fineinfer_of_the_paper_begins_no_iteration_that_would_pass_the_bound():
-    # An iteration: 32 layers, one forward and a backward of twice its time; the next tasklet is a
-    # backward of 4 layers in 3 ms on the whole device: 3 x 32 x 3,000 / (4 x 2) = 36 ms.
-    paper = FineInfer(switch="iteration")
-    waits = IDLE._replace(waiting=1, waited_us=350_000)
-    fresh = WORK._replace(phase=Phase.FORWARD, layer_begin=0, layer_end=4)
-    # As a forward it takes 72 ms: begun now it would end 422 ms after the request came.
-    assert paper.decide(waits, fresh, gpu()).action == Action.PAUSE
-    begun = paper.decide(waits, WORK, gpu())
-    assert (begun.action, begun.hold_admission_until_ns) == (Action.GO, START_NS + 50_000_000)
-
-
 def test_temporal_gives_the_time_before_the_step():
-    grant = Temporal().decide(BUSY, WORK, gpu())
+    grant = make_policy("temporal").decide(BUSY, WORK, gpu())
     assert (grant.action, grant.finetune_units, grant.decode_units) == (Action.GO, 132, 132)
     assert grant.gap_until_ns == START_NS + 10_000_000
     assert grant.predicted_us == 20_000
     assert grant.in_flight_bound_us == 5000
     # On a device that is shared in time only, without a split, it is the same.
     whole = gpu(levels=whole_levels(132), allowed=1, predicted_us=[10_000.0], solo_us=[10_000.0])
-    assert Temporal().decide(BUSY, WORK, whole).gap_until_ns == START_NS + 10_000_000
+    assert make_policy("temporal").decide(BUSY, WORK, whole).gap_until_ns == START_NS + 10_000_000
 
 
 @pytest.mark.parametrize(
@@ -182,16 +169,16 @@ def test_temporal_gives_the_time_before_the_step():
     [
         {"gaps": False},
         {"idle_units": 0},
-        {"solo_us": [20_000.0 - LEAST_GAP_US + 1, 1.0]},
+        {"solo_us": [20_000.0 - FIGURES["least_gap_us"] + 1, 1.0]},
         {"margin": 1.0},
     ],
 )
 def test_temporal_leaves_decode_alone_where_there_is_no_gap(changes):
-    assert Temporal().decide(BUSY, WORK, gpu(**changes)).action == Action.PAUSE
+    assert make_policy("temporal").decide(BUSY, WORK, gpu(**changes)).action == Action.PAUSE
 
 
 def test_temporal_by_iterations_lets_the_one_that_has_begun_end():
-    policy = Temporal(unit="iteration")
+    policy = make_policy("iterations")
     waits = IDLE._replace(waiting=1, waited_us=100_000)
     assert policy.decide(BUSY, WORK, gpu()).action == Action.PAUSE
     begun = policy.decide(waits, WORK, gpu())
@@ -211,60 +198,31 @@ def test_harli_has_its_45_pairs():
         50_000 / (s.decode_units / 100) * (1 + s.finetune_units / 500) for s in levels.splits
     ]
     ctx = gpu(levels=levels, allowed=46, predicted_us=predicted, solo_us=predicted)
-    grant = Harli().decide(BUSY._replace(objective_us=100_000), WORK, ctx)
+    grant = make_policy("harli").decide(BUSY._replace(objective_us=100_000), WORK, ctx)
     assert (grant.finetune_units, grant.decode_units) == (40, 60)
     assert levels.splits[levels.index_of(40, 60)].decode_units == 60
 
 
-def test_windrow_takes_turns_where_they_beat_every_share_and_keeps_to_them():
-    # Two cores: a step takes 4 ms alone and 6 ms beside the worker on one core; S = 16 ms. A share
-    # is worth one core of two, by its estimates 1 of 1.8; turns 1.8 x (16 - 4) / 16 = 1.35.
-    turning_policy, busy = Windrow(turns=True), BUSY._replace(objective_us=16_000)
-    ctx = {
-        "levels": host_levels(2),
-        "idle_units": 2,
-        "predicted_us": [4000.0, 6000.0],
-        "solo_us": [4000.0, 5500.0],
-    }
-    offer = WORK._replace(estimates_us=(5400, 3000, 0, 0, 0, 0, 0, 0))
-    grant = turning_policy.decide(busy, offer, gpu(**ctx))
-    assert (grant.finetune_units, grant.gap_until_ns) == (2, START_NS + 12_000_000)
-    assert Windrow().decide(busy, offer, gpu(**ctx)).gap_until_ns == 0
-    # However loose the objective, a step takes four times as long as alone at most.
-    loose = BUSY._replace(objective_us=2_000_000)
-    assert turning_policy.decide(loose, offer, gpu(**ctx)).gap_until_ns == START_NS + 12_000_000
-    # At 12 ms: 1.8 x 8 / 12 = 1.2: more than a share, but not by a quarter.
-    tighter = BUSY._replace(objective_us=12_000)
-    assert turning_policy.decide(tighter, offer, gpu(**ctx)).gap_until_ns == 0
-    turning = gpu(**ctx, current=IN_TURNS)
-    assert turning_policy.decide(tighter, offer, turning).gap_until_ns == START_NS + 8_000_000
-    # Turns count the margin twice: 16 / 1.2 - 4.
-    margin = turning_policy.decide(busy, offer, gpu(**ctx, margin=0.1, current=IN_TURNS))
-    assert margin.gap_until_ns == pytest.approx(START_NS + 9_333_333, abs=1000)
-    # Nobody who waits is made to wait longer.
-    assert turning_policy.decide(busy._replace(waiting=1), offer, gpu(**ctx)).gap_until_ns == 0
-
-
 def test_windrow_takes_a_part_of_the_step_where_no_share_fits_throughout():
-    grant = Windrow().decide(BUSY, WORK, gpu(gaps=False))
+    grant = make_policy("windrow").decide(BUSY, WORK, gpu(gaps=False))
     assert (grant.finetune_units, grant.budget_us, grant.predicted_us) == (66, 16_666, 20_000)
     # Four tasklets of 4,166 us fill it; three of the bound's 5 ms would leave 1.6 ms of it unused.
     assert grant.in_flight_bound_us == 4166
     # Where decode would be on fewer cores for the whole step, there are no parts.
     host = gpu(levels=host_levels(2), gaps=False)
-    assert Windrow().decide(BUSY, WORK, host).action == Action.PAUSE
+    assert make_policy("windrow").decide(BUSY, WORK, host).action == Action.PAUSE
 
 
 def test_windrow_takes_a_share_that_fits_until_such_steps_have_said_what_a_worker_costs():
     levels = overlapping_levels(132, (16, 120))
     known = {"levels": levels, "allowed": 3, "solo_us": [10_000.0] * 3}
     of_prior = gpu(**known, predicted_us=[10_000.0, 12_000.0, 25_000.0], gaps=False)
-    assert Windrow().decide(BUSY, WORK, of_prior).finetune_units == 120
-    untaught = Windrow().decide(BUSY, WORK, of_prior._replace(taught=False))
+    assert make_policy("windrow").decide(BUSY, WORK, of_prior).finetune_units == 120
+    untaught = make_policy("windrow").decide(BUSY, WORK, of_prior._replace(taught=False))
     assert (untaught.finetune_units, untaught.budget_us) == (16, 0)
     # Nothing fits throughout, so nothing can be learned either.
     none_fits = gpu(**known, predicted_us=[10_000.0, 24_000.0, 25_000.0], gaps=False, taught=False)
-    assert Windrow().decide(BUSY, WORK, none_fits).budget_us > 0
+    assert make_policy("windrow").decide(BUSY, WORK, none_fits).budget_us > 0
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,11 @@ from hypothesis import strategies as st
 from windrow.errors import UserError
 from windrow_sidecar.qos.co_run import CoRunFactors, co_run_model
 from windrow_sidecar.qos.levels import Partitioning, PartitionLevel, host_levels, overlapping_levels
-from windrow_sidecar.qos.predictor import (
-    LESSONS,
-    MARGIN_MAX,
-    MARGIN_MIN,
-    PARTS_A_LESSON,
-    START_MARGIN,
-    Predictor,
-)
+from windrow_sidecar.qos.policies import FIGURES
+from windrow_sidecar.qos.predictor import START_MARGIN, Predictor
 from windrow_sidecar.qos.solo import SoloStepModel
 
+LESSONS, PARTS_A_LESSON = int(FIGURES["lessons"]), int(FIGURES["parts_a_lesson"])
 SOLO = {units: SoloStepModel(1000 + 800 / units, 400 / units, 0.5 / units) for units in range(1, 9)}
 
 
@@ -142,7 +137,7 @@ def test_whatever_is_measured_a_worker_never_makes_decode_faster(steps):
         assert predicted >= SOLO[split.decode_units].predict_us(8, 4000) * (
             1 - 4 * sys.float_info.epsilon
         )
-    assert MARGIN_MIN <= predictor.margin <= MARGIN_MAX
+    assert FIGURES["margin_min"] <= predictor.margin <= FIGURES["margin_max"]
 
 
 def test_levels_name_their_splits():
@@ -207,7 +202,7 @@ def test_the_papers_forms_learn_what_the_papers_learn(form, factor_moves, record
     for _ in range(40):
         predictor.observe(1, batch=8, context_tokens=4000, latency_us=1.2 * first)
     assert (predictor.co_run != CoRunFactors()) == factor_moves
-    assert bool(predictor.records.all_known()) == records_move
+    assert bool(predictor.known_kinds) == records_move
     moved = predictor.predict_us(8, 4000)[1] / first
     assert moved == pytest.approx(1.0 if form == "harli" else 1.2, rel=0.02)
 

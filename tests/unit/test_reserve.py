@@ -1,53 +1,51 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
-from windrow_sidecar.qos.reserve import (
-    AdmissionRate,
-    Demand,
-    harli_bytes,
-    reserve_chunks,
-    traffic_bytes,
-)
+from windrow_sidecar._core import AdmissionRate, KvDemand, kv_demand_bytes, reserve_chunks
 
 MS = 1_000_000
 # Llama-3-8B: 131,072 bytes of KV a token, chunks of 64 blocks of 2 MiB.
 CHUNK_BYTES = 64 * 2 * 1024 * 1024
 # The Azure conversation trace: 6,352 context tokens (99th percentile) arrive within 50 ms.
-CONVERSATION = Demand(
-    release_us=50_000,
-    objective_us=50_000,
-    max_batch=128,
-    token_bytes=131_072,
-    admitted_q99_tokens=6_352,
-)
+CONVERSATION = {
+    "release_us": 50_000,
+    "objective_us": 50_000,
+    "max_batch": 128,
+    "token_bytes": 131_072,
+    "admitted_q99_tokens": 6_352,
+}
+
+
+def harli_bytes(**changes) -> float:
+    return kv_demand_bytes(KvDemand(**{**CONVERSATION, **changes}), prompts=False)
+
+
+def chunks(prompts: bool = True, **changes) -> int:
+    demand = KvDemand(**{**CONVERSATION, **changes})
+    return reserve_chunks(demand, prompts=prompts, chunk_bytes=CHUNK_BYTES, total=128)
 
 
 def test_the_papers_formula_gives_17_mb():
-    assert harli_bytes(CONVERSATION) == 128 * 131_072  # 16.8 MB
-    assert reserve_chunks(CONVERSATION, chunk_bytes=CHUNK_BYTES, total=128, formula="harli") == 1
+    assert harli_bytes() == 128 * 131_072  # 16.8 MB
+    assert chunks(prompts=False) == 1
 
 
 def test_with_the_prompts_of_the_conversation_trace_seven_chunks_are_needed():
-    prompts = traffic_bytes(CONVERSATION) - harli_bytes(CONVERSATION)
+    prompts = kv_demand_bytes(KvDemand(**CONVERSATION), prompts=True) - harli_bytes()
     assert prompts == 6_352 * 131_072  # 0.83 GB
-    assert reserve_chunks(CONVERSATION, chunk_bytes=CHUNK_BYTES, total=128) == 7
+    assert chunks() == 7
 
 
 def test_the_reserve_is_one_chunk_at_least_and_a_quarter_of_the_arena_at_most():
-    quiet = Demand(release_us=0, objective_us=50_000, max_batch=1, token_bytes=131_072)
-    assert reserve_chunks(quiet, chunk_bytes=CHUNK_BYTES, total=128) == 1
-    flood = replace(CONVERSATION, admitted_q99_tokens=10**9)
-    assert reserve_chunks(flood, chunk_bytes=CHUNK_BYTES, total=128) == 32
+    assert chunks(release_us=0, max_batch=1, admitted_q99_tokens=0) == 1
+    assert chunks(admitted_q99_tokens=10**9) == 32
 
 
 def test_without_an_objective_only_prompts_count():
-    assert harli_bytes(replace(CONVERSATION, objective_us=0)) == 0
+    assert harli_bytes(objective_us=0) == 0
 
 
 def test_twice_the_time_to_let_go_needs_twice_the_growth():
-    slow = replace(CONVERSATION, release_us=100_000)
-    assert harli_bytes(slow) == 2 * harli_bytes(CONVERSATION)
+    assert harli_bytes(release_us=100_000) == 2 * harli_bytes()
 
 
 def test_admitted_tokens_are_summed_by_window_and_empty_windows_count():

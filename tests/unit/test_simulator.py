@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 from statistics import mean, stdev
@@ -12,9 +14,8 @@ import pytest
 
 from windrow.errors import UserError
 from windrow_lab.load.trace import TraceRequest, check_trace
-from windrow_sidecar.engines.harvest.compiled import CompiledController
 from windrow_sidecar.engines.harvest.hook import HarvestHook
-from windrow_sidecar.qos import reserve
+from windrow_sidecar.qos.control import Controller
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.policies import POLICIES
 from windrow_sidecar.qos.terms import HarvestTerms
@@ -182,27 +183,23 @@ def test_a_model_of_its_own_is_swapped_in_as_fast_as_the_host_gives_it():
 def test_the_decisions_are_those_of_production():
     slot = build(SMALL).slot(1, 12.0)
     assert type(slot.hook) is HarvestHook
-    assert type(slot.hook.controller) is CompiledController
-    asked = []
-    demand = reserve.traffic_bytes
-
-    def seen(of):
-        asked.append(of)
-        return demand(of)
-
+    assert type(slot.hook.controller) is Controller
     slot.set_terms(HarvestTerms("p", "windrow", "harvest", 12_000))
-    decide = CompiledController.decide
-    calls = []
-    try:
-        CompiledController.decide = lambda self, *a, **k: calls.append(1) or decide(self, *a, **k)
-        reserve.FORMULAS["traffic"] = seen
-        slot.submit(request(1, 0.0, prompt=500, output=50))
-        slot.run_until(3 * SECOND_NS)
-    finally:
-        CompiledController.decide = decide
-        reserve.FORMULAS["traffic"] = demand
-    assert calls
-    assert asked
+    slot.submit(request(1, 0.0, prompt=500, output=50))
+    slot.run_until(3 * SECOND_NS)
+    snapshot = slot.hook.snapshot()
+    assert snapshot.steps == 50
+    assert snapshot.view.objective_us == 12_000
+
+
+def test_a_slot_that_nobody_refers_to_any_more_is_collected():
+    slot = build(SMALL).slot(1, 12.0)
+    seen = weakref.ref(slot)
+    slot.set_terms(HarvestTerms("p", "windrow", "harvest", 12_000))
+    slot.run_until(SECOND_NS * 2)
+    del slot
+    gc.collect()
+    assert seen() is None
 
 
 def test_the_same_seed_gives_the_same_figures_and_another_one_others():

@@ -1,51 +1,24 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <string_view>
+#include <memory>
+#include <optional>
+#include <span>
+#include <utility>
 #include <vector>
 
+#include "windrow/guard.h"
 #include "windrow/policies.h"
+#include "windrow/predictor.h"
 #include "windrow/records.h"
 
 namespace windrow {
 
-// Measured over predicted latency by kind of step; `qos/records.py` has the reasons and fills it.
-class Corrections {
- public:
-  explicit Corrections(std::size_t splits) : splits_(splits) {}
-
-  // One factor for each split; null: nothing is known of such steps.
-  [[nodiscard]] const double* find(std::int64_t batch_bits, std::int64_t context,
-                                   std::int64_t phase) const;
-  // Throws std::length_error beyond kMost kinds.
-  void set(std::int64_t batch_bits, std::int64_t context, std::int64_t phase, std::size_t split,
-           double ratio);
-  void clear();
-
-  static constexpr std::size_t kMost = 1024;
-
- private:
-  struct Place {
-    std::int64_t batch_bits = 0;
-    std::int64_t context = 0;
-    std::int64_t phase = 0;
-    std::int64_t row = -1;  // of ratios_; -1: empty
-  };
-
-  [[nodiscard]] std::size_t place_of(std::int64_t batch_bits, std::int64_t context,
-                                     std::int64_t phase) const;
-
-  std::size_t splits_;
-  std::vector<Place> places_;  // open addressing, twice as many as kMost; empty until the first
-  std::vector<double> ratios_;
-};
-
 // What a policy's terms come to; `idle_units` and `allowed` are the limits on this device.
 struct DecisionTerms {
-  PolicyKind policy = PolicyKind::kWindrow;
-  bool option = false;
+  Policy policy;              // none: nothing is harvested,
+  Why idle = Why::kNoPolicy;  // for this reason
   bool observing = false;
   bool per_request = false;
   bool refused = false;  // the objective is below what decode alone takes
@@ -55,57 +28,7 @@ struct DecisionTerms {
   std::int64_t idle_units = 0;
 };
 
-// What the guard has made of past steps.
-struct GuardState {
-  double extra = 0;  // margin that trips have added
-  std::int64_t extra_at_ns = 0;
-  std::int64_t paused_until_ns = 0;
-  std::int64_t open_until_ns = 0;
-  bool open = false;       // the breaker is
-  bool for_queue = false;  // paused for requests that wait for a place in decode
-};
-
-// Why the worker does not run, in the words of kWhyWords.
-enum class Why : std::uint8_t {
-  kRuns,
-  kNoPolicy,
-  kOff,
-  kNoProfile,
-  kNoWorker,
-  kClock,
-  kStale,
-  kImpossibleView,
-  kImpossibleOffer,
-  kImpossiblePrediction,
-  kObjective,
-  kStarving,
-  kBreaker,
-  kGuard,
-  kQueue,
-  kLimits,
-  kObserve,
-};
-inline constexpr std::array<std::string_view, 17> kWhyWords{
-    "",
-    "no policy",
-    "off",
-    "no latency profile",
-    "no worker",
-    "the clock stands still",
-    "the view is stale",
-    "the view holds impossible figures",
-    "the offer holds impossible figures",
-    "the prediction is impossible",
-    "objective",
-    "starving",
-    "breaker",
-    "guard",
-    "queue",
-    "limits",
-    "observe",
-};
-
-// What a step runs under, to judge it by afterwards (`control._During`).
+// What a step runs under, to judge it by afterwards (`qos.control.DuringStep`).
 struct DuringStep {
   std::int64_t split = 0;
   std::int64_t batch = 0;
@@ -118,58 +41,55 @@ struct DuringStep {
   bool in_part = false;
 };
 
-// Decides for one slot as `qos/control.py`'s Controller does, in one call: predictor, guard, policy
-// and handover. It learns nothing itself: whoever learns tells it. One thread at a time.
+// Decides for one slot, step by step: predictor, guard, policy and handover in one call. It learns
+// from steps through the same guard and predictor, which are others' too. One thread at a time.
 class Decider {
  public:
   struct Device {
     std::int64_t units = 1;
     std::vector<DecisionSplit> splits;
-    std::vector<std::int64_t> offered;
+    std::vector<std::int64_t> offered;  // units of the worker's estimates, in their order
     std::int64_t layers = 1;
     std::int64_t chunk_bytes = 0;
     bool gaps = false;
+    bool handover = true;  // false: decode gets its units back at once, whatever runs on them
   };
 
-  // Throws std::invalid_argument for a device without a split.
-  Decider(const DecisionFigures& figures, Device device, std::int64_t pause_epoch);
+  // Throws std::invalid_argument for a device without a split, or without a guard.
+  Decider(const DecisionFigures& figures, Device device, std::int64_t pause_epoch,
+          std::shared_ptr<Guard> guard);
 
-  // Stage 1, by split. Throws std::invalid_argument unless there is one for each.
-  void set_models(const std::vector<std::array<double, 3>>& models);
-  // Stage 2, the margin, how far the profile reaches, and whether stage 2 was taught enough.
-  void learned(double b1, double k1, double margin, std::int64_t most_batch,
-               std::int64_t most_context, bool taught);
-  void correct(std::int64_t batch_bits, std::int64_t context, std::int64_t phase, std::size_t split,
-               double ratio);
-  // Nothing is harvested, for that reason.
-  void set_idle(Why why) { idle_why_ = why; }
-  // Throws std::invalid_argument where more splits are allowed than there are, or none.
-  void set_terms(const DecisionTerms& terms);
-  void set_guard(const GuardState& guard) { guard_ = guard; }
-  // The next decision is the first that the guard sees.
-  void forget_clock() { last_now_ns_ = standing_ = 0; }
+  // Throws std::invalid_argument unless it has as many splits.
+  void set_predictor(std::shared_ptr<Predictor> predictor);
+  void set_guard(std::shared_ptr<Guard> guard) { guard_ = std::move(guard); }
+  // No policy selects the slot.
+  void clear_terms() { terms_ = {}; has_terms_ = false; }
+  // Throws std::invalid_argument where more splits are allowed than there are, or none, or without a
+  // predictor.
+  void set_terms(DecisionTerms terms);
 
+  // What both sides do from now on. `present`: a worker is attached and its heart beats; `chunks`:
+  // how many it may hold.
   [[nodiscard]] Grant decide(const View& view, const Offer& offer, std::int64_t now_ns,
                              bool present, std::int64_t chunks);
+  // Judges the step that was decided last, and learns from it. Returns how far it was from its
+  // prediction, relative to that; nothing where it ran without a worker or between two partitions.
+  std::optional<double> observe(std::int64_t now_ns, double latency_us);
+  // What a worker that always has work would get at this moment, on average over a step.
+  [[nodiscard]] double headroom_units(const View& view) const;
 
+  [[nodiscard]] Guard& guard() { return *guard_; }
   // Of the last decision.
   [[nodiscard]] Why why() const { return why_; }
   [[nodiscard]] double margin() const { return margin_shown_; }
   [[nodiscard]] double alone_us() const { return alone_us_; }
   [[nodiscard]] double would_units() const { return would_units_; }
   [[nodiscard]] bool extrapolated() const { return extrapolated_; }
-  [[nodiscard]] std::int64_t current() const { return current_; }
   [[nodiscard]] const DuringStep& during() const { return during_; }
-  // Whether an open breaker has let a trial begin since the last call.
-  [[nodiscard]] bool take_trial();
 
  private:
-  void predict(std::int64_t batch, std::int64_t context_tokens, std::int64_t phase);
-  void fold();
-  [[nodiscard]] double extra_margin(std::int64_t now_ns) const;
-  [[nodiscard]] Why why_held() const;
-  [[nodiscard]] Why doubt(const View& view, const Offer& offer, std::int64_t now_ns);
-  [[nodiscard]] bool may_run(std::int64_t now_ns);
+  [[nodiscard]] PolicyContext context(double margin, std::span<const double> beside_us,
+                                      std::span<const double> solo_us) const;
   [[nodiscard]] Grant wish(const View& view, const Offer& offer, std::int64_t now_ns, bool present);
   [[nodiscard]] Grant guarded(const Grant& wish, const View& view, const PolicyContext& ctx,
                               std::int64_t now_ns);
@@ -177,23 +97,13 @@ class Decider {
   [[nodiscard]] std::int64_t index_of(const Grant& grant) const;
   void hand_over(const Grant& wish, const Offer& offer, bool present);
 
-  // What every decision reads lies together: in cold caches each line is a miss.
+  std::shared_ptr<Guard> guard_;
+  std::shared_ptr<Predictor> predictor_;  // null: none is known
   DecisionTerms terms_;
-  GuardState guard_;
-  Why idle_why_ = Why::kNoPolicy;
+  bool has_terms_ = false;
   Why why_ = Why::kNoPolicy;
-  bool stale_fold_ = true;
   bool extrapolated_ = false;
-  bool trial_ = false;
-  bool taught_ = false;
-  double b1_ = 1;
-  double k1_ = 1;
-  double margin_ = 0;
-  std::int64_t most_batch_ = 0;
-  std::int64_t most_context_ = 0;
   std::int64_t current_ = 0;
-  std::int64_t last_now_ns_ = 0;
-  std::int64_t standing_ = 0;
   std::int64_t decode_units_;
   std::int64_t finetune_units_ = 0;
   std::int64_t pause_epoch_;
@@ -205,7 +115,6 @@ class Decider {
   Device device_;
   std::vector<double> solo_us_;
   std::vector<double> beside_us_;
-  Corrections corrections_;
 };
 
 }  // namespace windrow

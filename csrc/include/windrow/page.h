@@ -53,6 +53,8 @@ class SharedPage {
 
   // Returns the time it wrote.
   std::int64_t beat(Writer writer);
+  // For whoever has just read the clock.
+  void beat(Writer writer, std::int64_t now_ns);
   // Time since the writer's last sign of life; since boot when it never gave one.
   [[nodiscard]] std::int64_t heartbeat_age_ns(Writer writer) const;
 

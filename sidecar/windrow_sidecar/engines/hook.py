@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from windrow_sidecar.qos.view import Grant
 
@@ -20,9 +19,11 @@ _log = logging.getLogger(__name__)
 _LONGEST_GAP_NS = 1_000_000_000  # whatever a grant says
 
 
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """State of the engine at the start of a step. Times: nanoseconds of CLOCK_MONOTONIC."""
+class StepInput(NamedTuple):
+    """What the engine knows at the start of a step. Times: nanoseconds of CLOCK_MONOTONIC.
+
+    A named tuple, since each step makes one and compiled code reads it: `STEP_FIELDS` are the same.
+    """
 
     step: int
     start_ns: int  # as StepEvent counts it: the end of the step before, when one was running

@@ -46,7 +46,7 @@ class Partitioning:
                 field="levels.splits",
                 remedy="Start with Split(0, units).",
             )
-        pairs = [(s.finetune_units, s.decode_units) for s in self.splits]
+        pairs = self.pairs
         shares = [share for share, _ in pairs]
         if pairs[1:] != sorted(set(pairs[1:])) or 0 in shares[1:] or shares[-1] > self.units:
             raise UserError(
@@ -70,6 +70,11 @@ class Partitioning:
             if split.finetune_units == finetune_units and decode_units in (0, split.decode_units):
                 return index
         return 0
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Units of the worker and of decode in each split."""
+        return [(s.finetune_units, s.decode_units) for s in self.splits]
 
     @property
     def offered(self) -> list[int]:

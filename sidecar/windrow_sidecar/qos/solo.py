@@ -14,9 +14,10 @@ from statistics import median
 from typing import Any
 
 from windrow.errors import UserError
+from windrow_sidecar.qos.policies import FIGURES
 
 # Below four requests a step costs as much as with four: reading the weights dominates.
-BATCH_FLOOR = 4
+BATCH_FLOOR = int(FIGURES["batch_floor"])
 # Relative error from which a sample counts less: five times what a quiet machine shows.
 _HUBER_AT = 0.10
 _REWEIGHTINGS = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from windrow.errors import UserError
-from windrow_sidecar.qos.policies import Policy, make_policy
+from windrow_sidecar.qos.policies import make_policy
 
 MODES = ("harvest", "observe", "off")
 SCOPES = ("perStep", "perRequest")
@@ -26,10 +26,6 @@ class HarvestTerms:
     max_compute_percent: int = 100
     max_memory_percent: int = 100
     deferral_us: int = DEFAULT_DEFERRAL_US  # how long a policy may hold a request back
-
-    def make_policy(self) -> Policy:
-        """A fresh policy of that name; raises UserError for an unknown one."""
-        return make_policy(self.policy)
 
 
 def make_terms(
@@ -87,7 +83,8 @@ def make_terms(
             field="spec.objective.deferralBound",
             remedy="Give one between 1ms and 1m, for example 400ms, or leave it out.",
         )
-    terms = HarvestTerms(
+    make_policy(policy)  # which refuses a name that is none
+    return HarvestTerms(
         name=name,
         policy=policy,
         mode=mode,
@@ -98,5 +95,3 @@ def make_terms(
         max_memory_percent=max_memory_percent,
         deferral_us=round(deferral_seconds * 1e6) or DEFAULT_DEFERRAL_US,
     )
-    terms.make_policy()
-    return terms

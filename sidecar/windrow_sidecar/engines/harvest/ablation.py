@@ -8,71 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any, Literal
 
-from windrow_sidecar.engines.harvest.compiled import CompiledController
 from windrow_sidecar.qos.control import Controller, EngineTraits
-from windrow_sidecar.qos.guard import Guard, GuardSettings
-from windrow_sidecar.qos.handover import Handover
+from windrow_sidecar.qos.guard import Guard
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.predictor import Predictor, PredictorForm, predictor_of
-from windrow_sidecar.qos.view import Offer
 
 Protection = Literal["guard", "predictor", "handover", "reserve"]
-
-
-class NoGuard(Guard):
-    """Lets the worker run whatever was measured."""
-
-    def __init__(self, settings: GuardSettings | None = None) -> None:
-        super().__init__(settings)
-
-    def may_run(self, now_ns: int) -> bool:
-        """Return True always."""
-        del now_ns
-        return True
-
-    def observe(
-        self, now_ns: int, *, latency_us: float, objective_us: int, harvested: bool
-    ) -> None:
-        """Take note of nothing."""
-
-    def queued(self, now_ns: int, waited_us: int) -> None:
-        """Take note of nothing."""
-
-
-class NoPredictor(Predictor):
-    """Expects every step to take no time at all, and learns nothing."""
-
-    def predict(
-        self, batch: int, context_tokens: int, phase: int = 0
-    ) -> tuple[list[float], list[float]]:
-        """Return a microsecond for every split, with a worker and without."""
-        none = [1.0] * len(super().predict(batch, context_tokens, phase)[0])
-        return none, none
-
-    def observe(
-        self,
-        split: int,
-        *,
-        batch: int,
-        context_tokens: int,
-        latency_us: float,
-        objective_us: float = 0.0,
-        phase: int = 0,
-    ) -> float:
-        """Return no residual; nothing moves."""
-        return 0.0
-
-    @property
-    def least_step_us(self) -> float:
-        """No time at all."""
-        return 0.0
-
-
-class NoHandover(Handover):
-    """Gives decode its units back at once, whatever the worker still runs on them."""
-
-    def _is_quiet(self, action: int, offer: Offer) -> bool:
-        return True
 
 
 def controller_without(
@@ -83,15 +24,13 @@ def controller_without(
     pause_epoch: int,
     engine: EngineTraits,
 ) -> Controller:
-    """Return what decides: compiled, or in Python where it decides without a protection."""
-    if not without & {"guard", "predictor", "handover"}:
-        return CompiledController(levels, predictor, pause_epoch=pause_epoch, engine=engine)
+    """Return what decides, without a guard or a handover where they are off."""
     return Controller(
         levels,
         predictor,
-        NoGuard() if "guard" in without else None,
+        Guard(watches="guard" not in without),
         pause_epoch=pause_epoch,
-        handover=NoHandover(levels.units, pause_epoch) if "handover" in without else None,
+        handover="handover" not in without,
         engine=engine,
     )
 
@@ -102,10 +41,9 @@ def predictor_without(
     profile: Mapping[str, Any],
     form: PredictorForm,
 ) -> Predictor:
-    """Return the predictor that a latency profile makes.
+    """Return the predictor that a latency profile makes; where it is off, a blind one.
 
     Raises:
         UserError: the profile lacks a share that decode would have beside a worker.
     """
-    kind = NoPredictor if "predictor" in without else Predictor
-    return predictor_of(levels, profile, kind, form)
+    return predictor_of(levels, profile, form, blind="predictor" in without)

@@ -1,9 +1,9 @@
 """Keep the last decisions with their inputs, prediction and outcome, in a ring that outlives us.
 
-The ring is a file of fixed size, mapped into memory: it can be read while decode serves, or after
-it has died, to see why the worker did not run (`windrow explain`). Decode's thread only appends to
-a list; another thread packs what is there once a second. `windrow.decisions` has the format and
-reads it.
+The ring is a file of fixed size, mapped into memory: whoever wants to know why the worker did not
+run reads it while decode serves, or after it has died (`windrow explain`). Decode's thread only
+collects (`HarvestStep`); another thread packs what it has once a second. `windrow.decisions` has
+the format and reads it.
 """
 
 from __future__ import annotations
@@ -67,14 +67,9 @@ class Decisions:
         self._write_header()
         os.replace(draft, self._path)  # readers see a whole ring or none
 
-    def decided(self, decision: Decided) -> None:
-        """Keep one; costs a list append."""
-        self._pending.append(decision)
-
-    def ended(self, latencies_us: list[int], objective_us: int) -> None:
-        """Keep how the steps under the last decision went."""
-        over = sum(1 for us in latencies_us if us > objective_us > 0)
-        self._pending.append(Outcome(len(latencies_us), over, max(latencies_us), sum(latencies_us)))
+    def keep(self, entry: Decided | Outcome) -> None:
+        """Keep a decision, or how the steps under the one before it went."""
+        self._pending.append(entry)
 
     def breached(self, reason: str) -> None:
         """The guard has acted: what led there is to be kept for longer than the ring has it."""

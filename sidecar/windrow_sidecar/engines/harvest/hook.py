@@ -2,54 +2,45 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from windrow.eventlog import EventLog
-from windrow_sidecar._core import Arena
+from windrow.eventlog import EventLog, MarkEvent
+from windrow.metrics import CHUNK_RETURN_BUCKETS_SECONDS
+from windrow_sidecar._core import Arena, HarvestStep
 from windrow_sidecar.engines.harvest.ablation import controller_without, predictor_without
-from windrow_sidecar.engines.harvest.decision_log import Decisions
-from windrow_sidecar.engines.harvest.decode_page import GrantWriter, OfferReader, ViewWriter
-from windrow_sidecar.engines.harvest.lending import LendingCounts, LendingManager
-from windrow_sidecar.engines.harvest.marks import HarvestMarks
+from windrow_sidecar.engines.harvest.decision_log import Decisions, Outcome
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
 from windrow_sidecar.engines.harvest.stats import (
-    GrantedUnits,
+    BucketCounts,
     HarvestRate,
+    LendingCounts,
     StepStatistics,
     StepStats,
     quantile,
 )
-from windrow_sidecar.engines.hook import StepInput
-from windrow_sidecar.qos.control import EngineTraits
-from windrow_sidecar.qos.lending import ChunkCounts
+from windrow_sidecar.qos.control import Decided, EngineTraits
 from windrow_sidecar.qos.levels import Partitioning
-from windrow_sidecar.qos.policies.base import is_for_one_step
 from windrow_sidecar.qos.predictor import Predictor
 from windrow_sidecar.qos.solo import SoloStepModel, solo_models
 from windrow_sidecar.qos.terms import HarvestTerms
-from windrow_sidecar.qos.view import Grant
-
-_DECODE = 0  # a writer of the page
-# Of the tokens that a step yields, what is too small a change to judge steps by another objective.
-_SAME_TOKENS = 0.05
+from windrow_sidecar.qos.view import Grant, Offer, View
 
 
-class HarvestHook:
+class HarvestHook(HarvestStep):
     """Implements `engines.hook.StepHook` over a real arena and page.
 
-    Without a policy it grants nothing and lends nothing. `set_terms`, `throttled` and
-    `worker_lives` may be called from another thread; they take effect at the next step.
-    `ViewWriter`, `OfferReader` and `GrantWriter` own the page, `LendingManager` the chunks,
-    `Controller` the decision: here they are called in their order.
+    `before_step`, `after_step` and `idle` are compiled as a whole (`csrc/src/harvest_step.cpp`);
+    here is what happens seldom, or in other threads. Without a policy it grants nothing and lends
+    nothing. `set_terms`, `throttled` and `worker_lives` may be called from another thread; they
+    take effect at the next step.
 
     Args:
         arena: made by this process.
         levels: the splits that the engine can put in force.
         profile: a `LatencyProfileSpec` as a mapping; None: nothing is ever harvested.
         settings: sizes and times.
-        clock: nanoseconds of CLOCK_MONOTONIC, the clock of StepFacts.
+        clock: nanoseconds of a simulated CLOCK_MONOTONIC, where arena and page are simulated too.
         log: marks go here.
     """
 
@@ -60,43 +51,48 @@ class HarvestHook:
         profile: Mapping[str, Any] | None,
         settings: HarvestSettings | None = None,
         *,
-        clock: Callable[[], int] = time.monotonic_ns,
+        clock: Callable[[], int] | None = None,
         log: EventLog | None = None,
     ) -> None:
-        self._arena, self._page, self._clock, self._levels = arena, arena.page, clock, levels
+        self._levels, self._log = levels, log
         self._settings = settings = settings or HarvestSettings()
         solo: dict[int, SoloStepModel] = solo_models(profile) if profile else {}
-        geometry = arena.geometry
+        geometry, pause_epoch = arena.geometry, arena.page.pause_epoch
         self.controller = controller_without(
             settings.without,
             levels,
             self._predictor_of(profile) if profile else None,
-            pause_epoch=arena.page.pause_epoch,
+            pause_epoch=pause_epoch,
             engine=EngineTraits(
                 settings.layers or geometry.layers, settings.gaps, geometry.chunk_bytes
             ),
         )
-        self._marks = HarvestMarks(log)
-        self._views = ViewWriter(self._page)
-        self._offers = OfferReader(self._page, settings, self._marks)
-        self._grants = GrantWriter(self._page, levels.units, settings)
-        self._lending = LendingManager(arena, settings, self._marks)
-        self._stats, self._granted_units = StepStats(), GrantedUnits(clock())
+        super().__init__(
+            arena,
+            clock=clock,
+            decider=self.controller.decider,
+            units=levels.units,
+            pause_epoch=pause_epoch,
+            chunks=geometry.chunks,
+            chunk_bytes=geometry.chunk_bytes,
+            slots_per_chunk=geometry.slots_per_chunk,
+            max_batch=settings.max_batch,
+            drain_us=settings.drain_us,
+            reserve_prompts=settings.reserve == "traffic",
+            keeps_reserve="reserve" not in settings.without,
+            admission_window_ns=settings.admission_window_ns,
+            worker_stale_ns=settings.worker_stale_ns,
+            regrant_ns=settings.regrant_ns,
+            steady_ns=settings.steady_ns,
+            lending_every_ns=settings.lending_every_ns,
+            keeps_decisions=settings.run_dir is not None,
+        )
+        self._stats = StepStats()
+        self._returns = BucketCounts(CHUNK_RETURN_BUCKETS_SECONDS)
         self._rate = HarvestRate(profile, solo, levels.units)
         self._decisions = Decisions(settings.run_dir) if settings.run_dir else None
         self._new_terms: list[HarvestTerms | None] = []
         self._throttled: list[float] = []  # seconds for which a CPU limit held decode up
-        self._unjudged: list[tuple[int, int]] = []  # latency_us, cost_ns
-        self._prefilled = False
-        self._breaker = ("", 0)  # reason and trips, as last seen
-        self._objective_us = 0
-        self._steady_until_ns = 0  # until then the last decision stands, if facts stay the same
-        self._cost_ns = 0
-
-    @property
-    def cost_us(self) -> float:
-        """Time that `before_step` took of the current step."""
-        return self._cost_ns / 1e3
 
     @property
     def request_objective_us(self) -> int:
@@ -106,18 +102,8 @@ class HarvestHook:
 
     @property
     def is_awake(self) -> bool:
-        """True where there is something to decide: a policy, or chunks that a worker holds."""
-        return bool(self._new_terms) or self.controller.terms is not None or self._lending.holds_out
-
-    @property
-    def chunks_lacking(self) -> int:
-        """Chunks that would have to become FREE for what the worker wants and may have."""
-        return self._lending.lacking
-
-    @property
-    def live_epoch(self) -> int | None:
-        """The job epoch of the only worker that lives; 0: none does; None: nobody has said."""
-        return self._offers.live_epoch
+        """Whether there is anything to decide: a policy, or chunks that a worker still holds."""
+        return bool(self._new_terms) or self.controller.terms is not None or self._holds_out
 
     def set_profile(self, profile: Mapping[str, Any] | None) -> None:
         """Decide by another latency profile from now on. Decode's thread, between two steps.
@@ -131,180 +117,99 @@ class HarvestHook:
         solo = solo_models(profile) if profile else {}
         self.controller.set_predictor(self._predictor_of(profile) if profile else None)
         self._rate = HarvestRate(profile, solo, self._levels.units)
-        self._steady_until_ns = 0
+        self._look_again()
 
     def set_terms(self, terms: HarvestTerms | None) -> None:
         """A policy has arrived, changed or gone."""
         self._new_terms.append(terms)
+        self._news()
 
     def throttled(self, seconds: float) -> None:
         """A CPU limit has kept decode from running for so long beside the worker."""
         self._throttled.append(seconds)
-        self._steady_until_ns = 0
-
-    def worker_lives(self, epoch: int) -> None:
-        """The only worker that lives is of this job epoch; 0: none does."""
-        self._offers.live_epoch = epoch
-        self._steady_until_ns = 0
-
-    def before_step(self, facts: StepInput) -> Grant:
-        """Show the view, decide, grant.
-
-        Between two torch steps caches are cold and every line of Python costs ten times what it
-        costs warm, so a decision is kept for a while when nothing has changed that it rests on.
-        """
-        begin_ns = self._clock()
-        if (
-            begin_ns < self._steady_until_ns
-            and facts.batch == self._views.newest.batch
-            and not (facts.admitted_tokens or facts.waiting or facts.prefill_tokens)
-            and not self._new_terms
-        ):
-            # What the worker heeds of decode between two decisions is that it lives.
-            self._page.beat(_DECODE)
-            self._views.waiting_since_ns = 0
-            grant = self._grants.newest
-        else:
-            grant = self._decide_again(facts, begin_ns)
-        self._cost_ns = self._clock() - begin_ns
-        return grant
-
-    def _decide_again(self, facts: StepInput, now_ns: int) -> Grant:
-        self._judge(now_ns)
-        self._prefilled = facts.prefill_tokens > 0 or facts.batch == 0
-        if facts.admitted_tokens:
-            self._lending.admit(now_ns, facts.admitted_tokens)
-        grant = self._decide(now_ns, facts)
-        keep = self.controller.is_settled and not is_for_one_step(grant)
-        if keep and not self._prefilled:
-            self._steady_until_ns = now_ns + self._settings.steady_ns
-        return grant
-
-    def after_step(self, end_ns: int, latency_us: int) -> None:
-        """Take note; a step over the objective is judged at once, others at the next decision."""
-        self._unjudged.append((latency_us, self._cost_ns))
-        if latency_us > self._objective_us > 0:
-            self._judge(end_ns)
-
-    def _judge(self, now_ns: int) -> None:
-        """Count and learn from the steps under the last decision. In one go: cold code is dear."""
-        unjudged, self._unjudged = self._unjudged, []
-        stats, controller = self._stats, self.controller
-        if self._decisions and unjudged:
-            self._decisions.ended([took_us for took_us, _ in unjudged], self._objective_us)
-        for latency_us, cost_ns in unjudged:
-            stats.add(latency_us, cost_ns, self._objective_us, controller.step_tokens)
-            if not self._prefilled:
-                residual = controller.observe(now_ns, latency_us)
-                if residual is not None:
-                    stats.predicted(residual)
-        while self._throttled:
-            controller.throttled(now_ns, self._throttled.pop(0))
-        guard = controller.guard
-        breaker = (guard.reason, guard.trips)
-        if breaker != self._breaker:
-            self._steady_until_ns = 0
-            if self._decisions:
-                self._decisions.breached(guard.reason or "two steps over the objective")
-            self._breaker = breaker
-            self._marks.breaker(now_ns, guard.reason)
-        self._lending.size_reserve(now_ns, controller.terms, controller.in_flight_bound_us)
-
-    def idle(self, now_ns: int) -> Grant:
-        """Decode runs dry: the worker may have the device."""
-        self._judge(now_ns)
-        return self._decide(now_ns, None)
-
-    def _decide(self, now_ns: int, facts: StepInput | None) -> Grant:
-        """Publish the view, read the offer, plan lending, decide, publish the grant."""
-        controller, lending, offers = self.controller, self._lending, self._offers
-        while self._new_terms:
-            taken = self._new_terms.pop(0)
-            controller.set_terms(taken)
-            self._marks.policy(now_ns, taken)
-        if facts is not None and facts.batch and not facts.prefill_tokens:
-            self._expect_tokens(facts.tokens)
-        terms = controller.terms
-        self._steady_until_ns = 0
-        self._objective_us = controller.step_objective_us
-        chunks = ChunkCounts(*self._arena.counts())
-        held_until_ns = self._grants.newest.hold_admission_until_ns
-        view = self._views.publish(
-            facts,
-            now_ns,
-            chunks.free,
-            objective_us=self._objective_us,
-            held_until_ns=held_until_ns,
-        )
-        if (live := offers.live_epoch) is not None:
-            lending.reclaim_unless(now_ns, live)
-        offer = offers.read(now_ns)
-        # Whoever waits although the batch has room waits for KV.
-        held = now_ns < held_until_ns
-        kv_short = view.waiting > 0 and view.batch < self._settings.max_batch and not held
-        if view.waited_us and not held:
-            controller.queued(now_ns, view.waited_us)
-        may_hold = lending.plan(now_ns, chunks, offer, terms, kv_short=kv_short)
-        grant = controller.decide(view, offer, now_ns, present=offers.present, chunks=may_hold)
-        units = controller.would_units if grant.finetune_units else 0.0
-        self._granted_units.set(now_ns, units)
-        if self._grants.put(grant, now_ns):
-            self._marks.action(now_ns, grant, view, controller.why_paused)
-        if self._decisions:
-            self._decisions.decided(controller.explain(now_ns, view, offer, grant))
-        return grant
-
-    def _expect_tokens(self, tokens: float) -> None:
-        """Hold the steps from now on to the objective of so many tokens."""
-        known = self.controller.step_tokens
-        if abs(tokens - known) > _SAME_TOKENS * known or (tokens == 1.0 != known):
-            self.controller.set_step_tokens(tokens)
+        self._news()
 
     def close(self) -> None:
         """Revoke everything: the worker reads a pause and gives its chunks back."""
-        self._arena.revoke(self._arena.geometry.chunks)
-        self._grants.pause()
-        if self._decisions:
-            self._decisions.drain()
+        self._revoke_all()
+        self._drain_decisions()
 
     def snapshot(self) -> StepStatistics:
-        """Return the statistics for the agent's link; called by its thread, once a second."""
-        if self._decisions:
-            self._decisions.drain()
-        latencies_us, costs_ns = self._stats.take()
-        granted, terms = self._grants.newest, self.controller.terms
+        """Return the figures for the agent; called by its link's thread, once a second."""
+        self._drain_decisions()
+        latencies_us, costs_ns = self._stats.take(*self._take_measured())
+        granted: Grant = self._grant
+        steps, over, busy_us, _, _, _, unit_seconds = self._counters()
         return StepStatistics(
-            steps=self._stats.steps,
-            steps_over_objective=self._stats.over,
+            steps=steps,
+            steps_over_objective=over,
             tpot_p50_s=quantile(latencies_us, 0.5) / 1e6,
             tpot_p99_s=quantile(latencies_us, 0.99) / 1e6,
-            busy_s=self._stats.busy_us / 1e6,
+            busy_s=busy_us / 1e6,
             decision_p50_s=quantile(costs_ns, 0.5) / 1e9,
             decision_p99_s=quantile(costs_ns, 0.99) / 1e9,
-            view=self._views.newest,
-            objective_us=terms.objective_us if terms else 0,
+            view=View._make(self._view),
             decode_units=granted.decode_units,
             finetune_units=granted.finetune_units,
             tpot=self._stats.tpot,
             objective_ratio=self._stats.objective_ratio,
             decision=self._stats.decision,
             predictor_ratio=self._stats.predictor_ratio,
-            unit_seconds=self._granted_units.seconds,
-            granted_s=self._granted_units.granted_s,
-            tokens_done=self._offers.tokens_done,
+            unit_seconds=unit_seconds,
+            tokens_done=self._tokens_done,
         )
 
     @property
     def lending_counts(self) -> LendingCounts:
-        """Counts of chunks that moved, and how soon they came back."""
-        return self._lending.moved
+        """How many chunks moved, and how soon they came back."""
+        for seconds in self._take_returns():
+            self._returns.add(seconds)
+        _, _, _, lent, revoked, reclaimed, _ = self._counters()
+        return LendingCounts(lent, revoked, reclaimed, self._returns)
 
     def predicted_tokens_per_second(self, snapshot: StepStatistics) -> float:
-        """Return what a worker would get here now; called once a second, with each new snapshot."""
+        """Return what a worker would get now; called once a second, with each new snapshot."""
         would = self.controller.headroom_units(snapshot.view)
-        return self._rate.update(
-            snapshot.unit_seconds, snapshot.granted_s, snapshot.tokens_done, would
-        )
+        return self._rate.update(snapshot.unit_seconds, snapshot.tokens_done, would)
+
+    # What the compiled step calls, seldom.
+
+    def _take_throttled(self, now_ns: int) -> None:
+        while self._throttled:
+            self.controller.guard.throttled(now_ns, self._throttled.pop(0))
+
+    def _take_terms(self, now_ns: int) -> None:
+        while self._new_terms:
+            terms = self._new_terms.pop(0)
+            self.controller.set_terms(terms)
+            if terms is None:
+                self._set_terms(False, False, 0, 0)
+                self._mark(now_ns, "policy", "none")
+                continue
+            harvests = terms.mode == "harvest"
+            self._set_terms(True, harvests, terms.objective_us, terms.max_memory_percent)
+            what = f"{terms.name}: {terms.policy}, {terms.mode}, {terms.objective_us} us"
+            self._mark(now_ns, "policy", what)
+
+    def _mark(self, now_ns: int, what: str, detail: str) -> None:
+        if self._log:
+            self._log.append(MarkEvent(now_ns, what, detail))
+
+    def _breached(self, reason: str) -> None:
+        if self._decisions:
+            self._decisions.breached(reason)
+
+    def _drain_decisions(self) -> None:
+        if self._decisions is None:
+            return
+        for entry in self._take_kept():
+            if len(entry) == len(Outcome._fields):
+                self._decisions.keep(Outcome._make(entry))
+                continue
+            at_ns, view, offer, grant, *rest = entry
+            kept = Decided(at_ns, View._make(view), Offer._make(offer), Grant._make(grant), *rest)
+            self._decisions.keep(kept)
+        self._decisions.drain()
 
     def _predictor_of(self, profile: Mapping[str, Any]) -> Predictor:
         settings = self._settings

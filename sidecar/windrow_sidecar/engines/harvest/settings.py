@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from windrow.rundir import RunDir
 from windrow_sidecar.engines.harvest.ablation import Protection
 from windrow_sidecar.qos.predictor import PredictorForm
-from windrow_sidecar.qos.reserve import ReserveFormula
+
+# What KV asks for before lent memory is back (`csrc/include/windrow/lending.h`): the growth of
+# running requests, which is Harli's formula; or the prompts that arrive meanwhile as well.
+ReserveFormula = Literal["traffic", "harli"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +22,7 @@ class HarvestSettings:
         max_batch: requests that decode runs at once; each needs a KV slot a step.
         drain_us: how long a worker takes to give back chunks after its tasklet ended, until it has
             been measured.
-        reserve: which formula sizes the reserve of free chunks (`qos.reserve`).
+        reserve: which formula sizes the reserve of free chunks.
         admission_window_ns: over which arriving context tokens are summed for the reserve.
         worker_stale_ns: a worker whose heart has not beaten for so long counts as gone.
         regrant_ns: a grant that does not change is published again after so long.

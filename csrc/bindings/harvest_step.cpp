@@ -1,0 +1,356 @@
+#include "windrow/harvest_step.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <bit>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+
+#include "bind.h"
+#include "bound_decider.h"
+#include "record_tuples.h"
+#include "windrow/arena.h"
+#include "windrow/clock.h"
+
+namespace windrow::bindings {
+namespace {
+
+constexpr std::size_t kStepFields = sizeof(StepFacts) / sizeof(std::int64_t);
+constexpr std::array<std::string_view, kStepFields> kStepNames{
+#define WINDROW_NAME(name) #name,
+    WINDROW_STEP_FIELDS(WINDROW_NAME)
+#undef WINDROW_NAME
+};
+
+StepFacts facts_of(const nb::tuple& facts) {
+  if (nb::len(facts) != kStepFields) {
+    throw std::invalid_argument("facts is not a StepInput");
+  }
+  std::array<std::int64_t, kStepFields> words{};
+  for (std::size_t i = 0; i < kStepFields; ++i) {
+    words[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(facts.ptr(), i));
+    if (words[i] == -1 && PyErr_Occurred() != nullptr) {
+      PyErr_Clear();
+      throw nb::type_error((std::string(kStepNames[i]) + " is not a 64-bit integer").c_str());
+    }
+  }
+  return std::bit_cast<StepFacts>(words);
+}
+
+// What is of Python's hook: `self` is the object that this is a base of.
+class HookSurroundings : public StepSurroundings {
+ public:
+  void take_throttled(std::int64_t now_ns) override { self_.attr("_take_throttled")(now_ns); }
+  void take_terms(std::int64_t now_ns) override { self_.attr("_take_terms")(now_ns); }
+  void mark(std::int64_t now_ns, std::string_view what, const std::string& detail) override {
+    self_.attr("_mark")(now_ns, nb::str(what.data(), what.size()),
+                        nb::str(detail.data(), detail.size()));
+  }
+  void breached(const std::string& reason) override {
+    self_.attr("_breached")(nb::str(reason.data(), reason.size()));
+  }
+
+  void set_self(nb::handle self) { self_ = self; }
+  virtual int traverse(visitproc visit, void* arg) = 0;
+
+ private:
+  nb::handle self_;  // borrowed: it holds us
+};
+
+// An arena and its page, in real time.
+class ArenaSurroundings final : public HookSurroundings {
+ public:
+  explicit ArenaSurroundings(nb::object arena)
+      : object_(std::move(arena)), arena_(nb::cast<Arena&>(object_)), page_(arena_.page()) {}
+
+  std::int64_t now_ns() override { return monotonic_ns(); }
+  void publish_view(const View& view) override { page_->publish_view(view); }
+  void publish_grant(const Grant& grant) override { page_->publish_grant(grant); }
+  void beat(std::int64_t now_ns) override { page_->beat(Writer::kDecode, now_ns); }
+  Offer read_offer() override { return page_->read_offer(); }
+  std::int64_t worker_age_ns() override { return page_->heartbeat_age_ns(Writer::kWorker); }
+  Counts counts() override { return arena_.table().counts(); }
+  std::int64_t set_reserve(std::int64_t chunks) override {
+    return arena_.table().set_reserve(chunks);
+  }
+  std::int64_t lend(std::int64_t chunks, std::int64_t owner) override {
+    return static_cast<std::int64_t>(arena_.table().lend(chunks, owner).size());
+  }
+  std::int64_t revoke(std::int64_t chunks) override {
+    return static_cast<std::int64_t>(arena_.table().revoke(chunks).size());
+  }
+  std::int64_t reclaim(std::int64_t owner) override { return arena_.table().reclaim(owner); }
+  bool has_peers() override { return !arena_.peers().empty(); }
+  int traverse(visitproc visit, void* arg) override {
+    Py_VISIT(object_.ptr());
+    return 0;
+  }
+
+ private:
+  nb::object object_;
+  Arena& arena_;
+  std::shared_ptr<SharedPage> page_;
+};
+
+// Objects of Python with an arena's methods and a clock of their own, as a simulation has them.
+// Nobody there reads a view or falls silent.
+class SimulatedSurroundings final : public HookSurroundings {
+ public:
+  SimulatedSurroundings(nb::object arena, nb::object clock, nb::object grant_type)
+      : arena_(std::move(arena)),
+        page_(arena_.attr("page")),
+        clock_(std::move(clock)),
+        grant_type_(std::move(grant_type)) {}
+
+  std::int64_t now_ns() override { return nb::cast<std::int64_t>(clock_()); }
+  void publish_view(const View& /*view*/) override {}
+  void publish_grant(const Grant& grant) override {
+    page_.attr("publish_grant")(grant_tuple(grant_type_, grant));
+  }
+  void beat(std::int64_t /*now_ns*/) override {}
+  Offer read_offer() override {
+    return record_of<Offer>(nb::cast<nb::tuple>(page_.attr("read_offer")()));
+  }
+  std::int64_t worker_age_ns() override { return 0; }
+  Counts counts() override {
+    const auto found = nb::cast<nb::tuple>(arena_.attr("counts")());
+    Counts counts{};
+    for (std::size_t i = 0; i < counts.size(); ++i) {
+      counts[i] = nb::cast<std::int64_t>(found[i]);
+    }
+    return counts;
+  }
+  std::int64_t set_reserve(std::int64_t chunks) override {
+    return nb::cast<std::int64_t>(arena_.attr("set_reserve")(chunks));
+  }
+  std::int64_t lend(std::int64_t chunks, std::int64_t owner) override {
+    return static_cast<std::int64_t>(
+        nb::len(arena_.attr("lend")(chunks, nb::arg("owner") = owner)));
+  }
+  std::int64_t revoke(std::int64_t chunks) override {
+    return static_cast<std::int64_t>(nb::len(arena_.attr("revoke")(chunks)));
+  }
+  std::int64_t reclaim(std::int64_t owner) override {
+    return nb::cast<std::int64_t>(arena_.attr("reclaim")(owner));
+  }
+  bool has_peers() override { return nb::len(arena_.attr("peers")()) > 0; }
+  int traverse(visitproc visit, void* arg) override {
+    Py_VISIT(arena_.ptr());
+    Py_VISIT(page_.ptr());
+    Py_VISIT(clock_.ptr());
+    return 0;
+  }
+
+ private:
+  nb::object arena_;
+  nb::object page_;
+  nb::object clock_;
+  nb::object grant_type_;
+};
+
+std::unique_ptr<HookSurroundings> surroundings_of(nb::object arena, nb::object clock,
+                                                  const nb::object& grant_type) {
+  if (clock.is_none()) {
+    return std::make_unique<ArenaSurroundings>(std::move(arena));
+  }
+  return std::make_unique<SimulatedSurroundings>(std::move(arena), std::move(clock), grant_type);
+}
+
+class BoundStep {
+ public:
+  BoundStep(nb::object arena, nb::object clock, nb::object decider, const StepSettings& settings,
+            std::int64_t units, std::int64_t pause_epoch)
+      : decider_object_(std::move(decider)),
+        decider_(nb::cast<BoundDecider&>(decider_object_)),
+        around_(surroundings_of(std::move(arena), std::move(clock), decider_.grant_type())),
+        step_(*around_, decider_.decider(), settings,
+              {.decode_units = units, .pause_epoch = pause_epoch}) {
+    show(step_.grant());
+  }
+
+  nb::object before_step(nb::handle self, const nb::tuple& facts) {
+    around_->set_self(self);
+    const Grant& grant = step_.before_step(facts_of(facts));
+    if (step_.is_decided_anew()) {
+      show(grant);
+    }
+    return newest_;
+  }
+  nb::object idle(nb::handle self, std::int64_t now_ns) {
+    around_->set_self(self);
+    show(step_.idle(now_ns));
+    return newest_;
+  }
+  void after_step(nb::handle self, std::int64_t end_ns, double latency_us) {
+    around_->set_self(self);
+    step_.after_step(end_ns, latency_us);
+  }
+  void close(nb::handle self) {
+    around_->set_self(self);
+    step_.close();
+    show(step_.grant());
+  }
+
+  HarvestStep& step() { return step_; }
+  [[nodiscard]] const nb::object& newest() const { return newest_; }
+  BoundDecider& decider() { return decider_; }
+
+  int traverse(visitproc visit, void* arg) {
+    Py_VISIT(decider_object_.ptr());
+    return around_->traverse(visit, arg);
+  }
+
+ private:
+  void show(const Grant& grant) { newest_ = grant_tuple(decider_.grant_type(), grant); }
+
+  nb::object decider_object_;
+  BoundDecider& decider_;
+  std::unique_ptr<HookSurroundings> around_;
+  HarvestStep step_;
+  nb::object newest_;
+};
+
+// Lets Python's collector see through a step, whose simulated page refers to the engine around it.
+int traverse_step(PyObject* self, visitproc visit, void* arg) {
+#if PY_VERSION_HEX >= 0x03090000
+  Py_VISIT(Py_TYPE(self));
+#endif
+  if (!nb::inst_ready(self)) {
+    return 0;
+  }
+  return nb::inst_ptr<BoundStep>(self)->traverse(visit, arg);
+}
+
+int clear_step(PyObject* /*self*/) {
+  return 0;  // a cycle is broken at the dictionaries of Python's objects in it
+}
+
+PyType_Slot step_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_step)},
+                            {Py_tp_clear, reinterpret_cast<void*>(&clear_step)},
+                            {0, nullptr}};
+
+void make_step(BoundStep* self, nb::object arena, nb::object clock, nb::object decider,
+               std::int64_t units, std::int64_t pause_epoch, std::int64_t chunks,
+               std::int64_t chunk_bytes, std::int64_t slots_per_chunk, std::int64_t max_batch,
+               double drain_us, bool reserve_prompts, bool keeps_reserve,
+               std::int64_t admission_window_ns, std::int64_t worker_stale_ns,
+               std::int64_t regrant_ns, std::int64_t steady_ns, std::int64_t lending_every_ns,
+               bool keeps_decisions) {
+  const StepSettings settings{.max_batch = max_batch,
+                              .drain_us = drain_us,
+                              .reserve_prompts = reserve_prompts,
+                              .keeps_reserve = keeps_reserve,
+                              .admission_window_ns = admission_window_ns,
+                              .worker_stale_ns = worker_stale_ns,
+                              .regrant_ns = regrant_ns,
+                              .steady_ns = steady_ns,
+                              .lending_every_ns = lending_every_ns,
+                              .chunks = chunks,
+                              .chunk_bytes = chunk_bytes,
+                              .slots_per_chunk = slots_per_chunk,
+                              .keeps_decisions = keeps_decisions};
+  new (self) BoundStep(std::move(arena), std::move(clock), std::move(decider), settings, units,
+                       pause_epoch);
+}
+
+nb::object kept_tuple(BoundStep& self, const KeptEntry& entry) {
+  if (const auto* outcome = std::get_if<KeptOutcome>(&entry)) {
+    return nb::make_tuple(outcome->steps, outcome->over, outcome->longest_us, outcome->sum_us);
+  }
+  const auto& kept = std::get<KeptDecision>(entry);
+  return nb::make_tuple(kept.at_ns, to_tuple(kept.view), to_tuple(kept.offer), to_tuple(kept.grant),
+                        kept.margin, kept.alone_us, self.decider().word(kept.why),
+                        kept.extrapolated);
+}
+
+nb::list take_kept(BoundStep& self) {
+  nb::list taken;
+  for (const KeptEntry& entry : self.step().take_kept()) {
+    taken.append(kept_tuple(self, entry));
+  }
+  return taken;
+}
+
+nb::tuple take_measured(BoundStep& self) {
+  nb::list steps;
+  for (const MeasuredStep& step : self.step().take_measured()) {
+    steps.append(nb::make_tuple(step.latency_us, step.cost_ns, step.objective_us));
+  }
+  return nb::make_tuple(steps, self.step().take_residuals());
+}
+
+nb::tuple counters_tuple(BoundStep& self) {
+  const StepCounters found = self.step().counters();
+  return nb::make_tuple(found.steps, found.over, found.busy_us, found.lent, found.revoked,
+                        found.reclaimed, found.granted_unit_seconds);
+}
+
+std::optional<std::int64_t> live_epoch(BoundStep& self) {
+  const std::int64_t epoch = self.step().live_epoch();
+  return epoch < 0 ? std::nullopt : std::optional(epoch);
+}
+
+}  // namespace
+
+void bind_harvest_step(nb::module_& module) {
+  nb::list names;
+  for (const std::string_view name : kStepNames) {
+    names.append(nb::str(name.data(), name.size()));
+  }
+  module.attr("STEP_FIELDS") = nb::tuple(names);
+
+  nb::class_<BoundStep>(module, "HarvestStep", nb::type_slots(step_slots),
+                        "All that decode pays for before a step; see engines/harvest/hook.py.")
+      .def("__init__", &make_step, nb::arg("arena"), nb::kw_only(), nb::arg("clock").none(),
+           nb::arg("decider"), nb::arg("units"), nb::arg("pause_epoch"), nb::arg("chunks"),
+           nb::arg("chunk_bytes"), nb::arg("slots_per_chunk"), nb::arg("max_batch"),
+           nb::arg("drain_us"), nb::arg("reserve_prompts"), nb::arg("keeps_reserve"),
+           nb::arg("admission_window_ns"), nb::arg("worker_stale_ns"), nb::arg("regrant_ns"),
+           nb::arg("steady_ns"), nb::arg("lending_every_ns"), nb::arg("keeps_decisions"))
+      .def("before_step",
+           [](nb::handle_t<BoundStep> self, const nb::tuple& facts) {
+             return nb::inst_ptr<BoundStep>(self)->before_step(self, facts);
+           })
+      .def("after_step",
+           [](nb::handle_t<BoundStep> self, std::int64_t end_ns, double latency_us) {
+             nb::inst_ptr<BoundStep>(self)->after_step(self, end_ns, latency_us);
+           })
+      .def("idle",
+           [](nb::handle_t<BoundStep> self, std::int64_t now_ns) {
+             return nb::inst_ptr<BoundStep>(self)->idle(self, now_ns);
+           })
+      .def("_revoke_all",
+           [](nb::handle_t<BoundStep> self) { nb::inst_ptr<BoundStep>(self)->close(self); })
+      .def("_news", [](BoundStep& self) { self.step().news(); })
+      .def("_look_again", [](BoundStep& self) { self.step().look_again(); })
+      .def("worker_lives", [](BoundStep& self, std::int64_t epoch) {
+        self.step().worker_lives(epoch);
+      })
+      .def("_set_terms",
+           [](BoundStep& self, bool any, bool harvests, std::int64_t objective_us,
+              std::int64_t max_memory_percent) {
+             self.step().set_terms({any, harvests, objective_us, max_memory_percent});
+           })
+      .def("_take_kept", &take_kept)
+      .def("_take_measured", &take_measured)
+      .def("_take_returns", [](BoundStep& self) { return self.step().lender().take_returns(); })
+      .def("_counters", &counters_tuple)
+      .def_prop_ro("_view", [](BoundStep& self) { return to_tuple(self.step().view()); })
+      .def_prop_ro("_grant", [](BoundStep& self) { return self.newest(); })
+      .def_prop_ro("_holds_out", [](BoundStep& self) { return self.step().lender().holds_out(); })
+      .def_prop_ro("_tokens_done", [](BoundStep& self) { return self.step().tokens_done(); })
+      .def_prop_ro("chunks_lacking", [](BoundStep& self) { return self.step().lender().lacking(); })
+      .def_prop_ro("live_epoch", &live_epoch)
+      .def_prop_ro("cost_us", [](BoundStep& self) {
+        return static_cast<double>(self.step().cost_ns()) / 1e3;
+      });
+}
+
+}  // namespace windrow::bindings
