@@ -212,7 +212,6 @@ def test_a_view_that_no_page_could_hold_is_refused_by_its_field(field):
         Guard().doubt(view, Offer(), [4000.0], NOW_NS)
 
 
-
 def test_a_clock_that_stands_or_runs_back_is_no_ground_either():
     guard = Guard()
     answers = [guard.doubt(SANE, Offer(), [4000.0], NOW_NS) for _ in range(4)]
