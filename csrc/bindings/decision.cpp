@@ -208,10 +208,8 @@ void bind_decider(nb::module_& module) {
            nb::arg("objective_us"), nb::arg("deferral_us"), nb::arg("allowed"),
            nb::arg("idle_units"))
       .def("decide", &BoundDecider::decide)
-      .def("observe",
-           [](BoundDecider& self, std::int64_t now_ns, double latency_us) {
-             return self.decider().observe(now_ns, latency_us);
-           })
+      .def("observe", [](BoundDecider& self, std::int64_t now_ns,
+                         double latency_us) { return self.decider().observe(now_ns, latency_us); })
       .def("headroom_units",
            [](BoundDecider& self, const nb::tuple& view) {
              return self.decider().headroom_units(record_of<View>(view));
@@ -272,10 +270,10 @@ void bind_policies(nb::module_& module) {
   module.attr("POLICIES") = nb::tuple(names);
   module.def("ask_policy", &ask_policy, nb::arg("name"), nb::arg("view"), nb::arg("offer"),
              nb::kw_only(), nb::arg("figures"), nb::arg("units"), nb::arg("splits"),
-             nb::arg("offered"), nb::arg("allowed"), nb::arg("idle_units"),
-             nb::arg("predicted_us"), nb::arg("solo_us"), nb::arg("margin"), nb::arg("current"),
-             nb::arg("per_request"), nb::arg("in_flight_bound_us"), nb::arg("layers"),
-             nb::arg("gaps"), nb::arg("deferral_us"), nb::arg("chunk_bytes"), nb::arg("taught"));
+             nb::arg("offered"), nb::arg("allowed"), nb::arg("idle_units"), nb::arg("predicted_us"),
+             nb::arg("solo_us"), nb::arg("margin"), nb::arg("current"), nb::arg("per_request"),
+             nb::arg("in_flight_bound_us"), nb::arg("layers"), nb::arg("gaps"),
+             nb::arg("deferral_us"), nb::arg("chunk_bytes"), nb::arg("taught"));
   module.def("beside_us", &beside_us, nb::arg("bound"), nb::arg("solo"), nb::arg("beside"));
   module.def("accompanied_layers", &accompanied_layers, nb::arg("objective"), nb::arg("layers"),
              nb::arg("solo"), nb::arg("beside"));
@@ -294,15 +292,14 @@ nb::tuple plan(const Counts& chunks, std::int64_t wanted, std::int64_t limit, st
 void bind_lending(nb::module_& module) {
   module.attr("GROW_REST_NS") = kGrowRestNs;
   module.def("plan_lending", &plan, nb::arg("chunks"), nb::kw_only(), nb::arg("wanted"),
-             nb::arg("limit"), nb::arg("reserve"), nb::arg("kv_short"),
-             nb::arg("since_revoke_ns"));
+             nb::arg("limit"), nb::arg("reserve"), nb::arg("kv_short"), nb::arg("since_revoke_ns"));
   nb::class_<KvDemand>(module, "KvDemand", "What KV may ask for before lent memory is back.")
       .def(
           "__init__",
           [](KvDemand* self, double release_us, std::int64_t objective_us, std::int64_t max_batch,
              std::int64_t token_bytes, std::int64_t admitted_q99_tokens) {
-            new (self) KvDemand{release_us, objective_us, max_batch, token_bytes,
-                                admitted_q99_tokens};
+            new (self)
+                KvDemand{release_us, objective_us, max_batch, token_bytes, admitted_q99_tokens};
           },
           nb::kw_only(), nb::arg("release_us"), nb::arg("objective_us"), nb::arg("max_batch"),
           nb::arg("token_bytes"), nb::arg("admitted_q99_tokens") = 0);

@@ -330,9 +330,8 @@ void bind_harvest_step(nb::module_& module) {
            [](nb::handle_t<BoundStep> self) { nb::inst_ptr<BoundStep>(self)->close(self); })
       .def("_news", [](BoundStep& self) { self.step().news(); })
       .def("_look_again", [](BoundStep& self) { self.step().look_again(); })
-      .def("worker_lives", [](BoundStep& self, std::int64_t epoch) {
-        self.step().worker_lives(epoch);
-      })
+      .def("worker_lives",
+           [](BoundStep& self, std::int64_t epoch) { self.step().worker_lives(epoch); })
       .def("_set_terms",
            [](BoundStep& self, bool any, bool harvests, std::int64_t objective_us,
               std::int64_t max_memory_percent) {

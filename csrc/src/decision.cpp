@@ -237,12 +237,12 @@ std::int64_t Decider::index_of(const Grant& grant) const {
   return 0;
 }
 
-// Moves units between the sides: the worker shrinks at once, decode grows once it is quiet. Two teams
-// of threads on one core are worse than either alone, so decode keeps its narrow share until nothing
-// of an older grant runs any more, or the worker is known to be gone. Taking units from the worker
-// raises the pause epoch, which it checks before each launch: under GO, what is in flight was
-// launched after it saw this epoch, thus within the units that it grants; a pause is over only when
-// nothing is in flight at all.
+// Moves units between the sides: the worker shrinks at once, decode grows once it is quiet. Two
+// teams of threads on one core are worse than either alone, so decode keeps its narrow share until
+// nothing of an older grant runs any more, or the worker is known to be gone. Taking units from the
+// worker raises the pause epoch, which it checks before each launch: under GO, what is in flight
+// was launched after it saw this epoch, thus within the units that it grants; a pause is over only
+// when nothing is in flight at all.
 void Decider::hand_over(const Grant& wish, const Offer& offer, bool present) {
   if (wish.finetune_units < finetune_units_) {
     ++pause_epoch_;

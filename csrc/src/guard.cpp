@@ -51,8 +51,8 @@ Why Guard::doubt(const View& view, const Offer& offer, std::span<const double> p
   if (backwards || standing_ >= settings_.standing_clock) {
     return Why::kClock;
   }
-  const bool fresh = now_ns - settings_.stale_ns < view.start_ns &&
-                     view.start_ns < now_ns + settings_.stale_ns;
+  const bool fresh =
+      now_ns - settings_.stale_ns < view.start_ns && view.start_ns < now_ns + settings_.stale_ns;
   if (view.start_ns != 0 && !fresh) {
     return Why::kStale;
   }

@@ -148,9 +148,9 @@ HarvestStep::HarvestStep(StepSurroundings& around, Decider& decider, const StepS
 
 const Grant& HarvestStep::before_step(const StepFacts& facts) {
   const std::int64_t begin_ns = around_.now_ns();
-  decided_ = !(begin_ns < steady_until_ns_ && facts.batch == view_.batch &&
-               facts.admitted_tokens == 0 && facts.waiting == 0 && facts.prefill_tokens == 0 &&
-               !news_);
+  decided_ =
+      !(begin_ns < steady_until_ns_ && facts.batch == view_.batch && facts.admitted_tokens == 0 &&
+        facts.waiting == 0 && facts.prefill_tokens == 0 && !news_);
   if (decided_) {
     judge(begin_ns);
     prefilled_ = facts.prefill_tokens > 0 || facts.batch == 0;
@@ -322,8 +322,7 @@ void HarvestStep::show(std::int64_t now_ns, const StepFacts* facts, std::int64_t
 // A worker that is dead, fenced or silent offers nothing.
 Offer HarvestStep::read_offer(std::int64_t now_ns) {
   const Offer offer = around_.read_offer();
-  const bool present = offer.job_epoch > 0 &&
-                       (live_epoch_ < 0 || live_epoch_ == offer.job_epoch) &&
+  const bool present = offer.job_epoch > 0 && (live_epoch_ < 0 || live_epoch_ == offer.job_epoch) &&
                        around_.worker_age_ns() < settings_.worker_stale_ns;
   if (present != present_) {
     present_ = present;

@@ -23,9 +23,8 @@ LendingPlan plan_lending(const Counts& chunks, const LendingNeeds& needs) {
   if (revoke != 0) {
     return {.target = lent - revoke, .revoke = revoke};
   }
-  const std::int64_t spare = chunks[kFree] -
-                             std::max<std::int64_t>(0, needs.reserve - chunks[kReserved]) -
-                             needs.reserve;
+  const std::int64_t spare =
+      chunks[kFree] - std::max<std::int64_t>(0, needs.reserve - chunks[kReserved]) - needs.reserve;
   if (spare <= 0 || needs.kv_short || needs.since_revoke_ns < kGrowRestNs) {
     return {.target = lent};
   }

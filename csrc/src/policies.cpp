@@ -66,8 +66,8 @@ Grant in_turns(const View& view, const PolicyContext& ctx, double gap_us) {
   return grant;
 }
 
-// The worker gets what the limits let it have, if they leave it anything. Decode keeps its narrowest
-// share, so that its first step meets no second team on its units.
+// The worker gets what the limits let it have, if they leave it anything. Decode keeps its
+// narrowest share, so that its first step meets no second team on its units.
 Grant decode_idle(const PolicyContext& ctx) {
   if (ctx.idle_units == 0) {
     return alone(ctx);
@@ -90,12 +90,13 @@ bool mid_iteration(const Offer& offer) {
 }
 
 // --- windrow: whatever gives the worker most within the objective, picked at each decision. It
-// compares what the other policies do, by the worker's own speed on each number of units: a share of
-// the units throughout (Harli's pairs), the largest that is feasible; and where decode keeps all
+// compares what the other policies do, by the worker's own speed on each number of units: a share
+// of the units throughout (Harli's pairs), the largest that is feasible; and where decode keeps all
 // units, a larger share for a part of the step (LLMStation, FlexLLM). Where it departs from harli:
 // - It takes the largest feasible share of the worker instead of the largest predicted latency: the
 //   worker's units are what is to be gained, latency is only the price.
-// - It picks at every decision, and a decision stands for 80 ms at most, so that units return to the
+// - It picks at every decision, and a decision stands for 80 ms at most, so that units return to
+// the
 //   worker soon after a burst; to keep a batch at the edge from switching to and fro, growing needs
 //   headroom, while shrinking is immediate (decode comes first).
 // - Only a step beside a share throughout says what a worker costs. As long as too few have
@@ -178,11 +179,11 @@ Grant windrow_policy(const View& view, const Offer& offer, const PolicyContext& 
   return best;
 }
 
-// --- harli: the feasible pair whose predicted latency comes closest to the objective. Source: Harli,
-// section on the QoS-guaranteed scheduler; its 45 pairs are `qos.levels.pair_levels`, and a device
-// that has fewer gives those it has. It keeps an allocation that is still valid. Departures: equal
-// predictions go to the larger share of the worker (the paper names no rule), and an idle decode
-// leaves the device to the worker.
+// --- harli: the feasible pair whose predicted latency comes closest to the objective. Source:
+// Harli, section on the QoS-guaranteed scheduler; its 45 pairs are `qos.levels.pair_levels`, and a
+// device that has fewer gives those it has. It keeps an allocation that is still valid. Departures:
+// equal predictions go to the larger share of the worker (the paper names no rule), and an idle
+// decode leaves the device to the worker.
 
 Grant harli(const View& view, const Offer& offer, const PolicyContext& ctx) {
   if (!has_work(offer)) {
@@ -211,13 +212,14 @@ Grant harli(const View& view, const Offer& offer, const PolicyContext& ctx) {
 // LLMStation, Eq. 1: N_p <= (S - N_all * l_d0) * l_d / ((l_d - l_d0) * l_p), where a decode layer
 // takes l_d0 alone and l_d beside a tasklet, a tasklet takes l_p, and decode has N_all layers.
 // Departures:
-// - Eq. 1 is clamped: nothing when decode alone takes S; at most all layers have company, also where
+// - Eq. 1 is clamped: nothing when decode alone takes S; at most all layers have company, also
+// where
 //   a tasklet costs decode nothing (l_d <= l_d0) and Eq. 1 divides by zero.
 // - The paper's device is not split. Where ours is, N_p is computed for every split and the split
 //   with the most tasklets wins, the larger share where two have as many.
 // - l_d0 and l_d are the predicted step over N_all: the predictor has the paper's record cache in
-//   front (`StepRecords`) and the linear model behind it. l_p is the worker's own estimate; where it
-//   has none yet, or a tasklet takes longer than Eq. 1 leaves beside one step, the grant is in
+//   front (`StepRecords`) and the linear model behind it. l_p is the worker's own estimate; where
+//   it has none yet, or a tasklet takes longer than Eq. 1 leaves beside one step, the grant is in
 //   microseconds instead of tasklets: the worker runs a part of it.
 // - The memory check counts what the tasklets keep against what is free in the arena.
 
@@ -284,7 +286,8 @@ Grant llmstation(const View& view, const Offer& offer, const PolicyContext& ctx)
 // - The paper profiles f offline; here f(c, s) = t0 + w(s) * (1 - t0 / t1), where the step takes t0
 //   alone and t1 beside the worker, and w(s) is how long s tokens take through all layers, by the
 //   worker's own estimate of its next tasklet (a backward counts as it is).
-// - Tokens run beside decode's step instead of within its kernels, so that no engine is changed; the
+// - Tokens run beside decode's step instead of within its kernels, so that no engine is changed;
+// the
 //   split with the largest window wins. Its public code has no f: it caps s at a constant.
 // - Windows come in steps of 16 tokens from 16 to 512: below 16 a layer's fixed cost rules. Where a
 //   step has no room for 16 tokens through all layers, it runs as many of their tasklets as fit.
@@ -390,8 +393,8 @@ Grant temporal(const View& view, const Offer& offer, const PolicyContext& ctx) {
   return in_turns(view, ctx, gap_us);
 }
 
-// --- iterations: turns by whole finetune iterations. The worker runs them while decode is idle, and
-// requests wait for the end of the one that has begun, up to the bound on waiting.
+// --- iterations: turns by whole finetune iterations. The worker runs them while decode is idle,
+// and requests wait for the end of the one that has begun, up to the bound on waiting.
 
 Grant iterations(const View& view, const Offer& offer, const PolicyContext& ctx) {
   if (!has_work(offer) || view.batch != 0) {

@@ -159,11 +159,12 @@ double Predictor::observe(std::size_t split, std::int64_t batch, std::int64_t co
   if (split == 0) {
     return residual;
   }
-  credit_ = std::min(2 * figures_.lessons * figures_.parts_a_lesson,
-                     credit_ + figures_.parts_a_lesson);
+  credit_ =
+      std::min(2 * figures_.lessons * figures_.parts_a_lesson, credit_ + figures_.parts_a_lesson);
   // Only steps near the objective can break it, and short ones mislead: a millisecond that the
-  // machine takes away is half of a 2 ms step and a tenth of a 10 ms one. On two cores a margin over
-  // all steps alike grew to 15 to 26%, where steps of half the objective and more needed 7 to 10%.
+  // machine takes away is half of a 2 ms step and a tenth of a 10 ms one. On two cores a margin
+  // over all steps alike grew to 15 to 26%, where steps of half the objective and more needed 7 to
+  // 10%.
   double weight = 1;
   if (objective_us != 0) {
     const double near = std::min(1.0, expected / objective_us);

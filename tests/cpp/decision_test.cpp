@@ -125,7 +125,7 @@ TEST(Decider, GarbledFiguresOverflowNothingAndPassNoLimit) {
     ASSERT_EQ(grant.action == kGo, grant.finetune_units > 0);
     ran += grant.action;
     // Whatever a step took, and whatever it ran under, it is learned from or refused.
-    static_cast<void>(slot.observe(now_ns, i % 7 == 0 ? -1.0 : 4000.0 + i % 3000));
+    static_cast<void>(slot.observe(now_ns, i % 997 == 0 ? -1.0 : 4000.0 + i % 3000));
     ASSERT_TRUE(std::isfinite(slot.headroom_units(view)));
   }
   EXPECT_GT(ran, 1000);

@@ -63,9 +63,12 @@ class Decider {
   void set_predictor(std::shared_ptr<Predictor> predictor);
   void set_guard(std::shared_ptr<Guard> guard) { guard_ = std::move(guard); }
   // No policy selects the slot.
-  void clear_terms() { terms_ = {}; has_terms_ = false; }
-  // Throws std::invalid_argument where more splits are allowed than there are, or none, or without a
-  // predictor.
+  void clear_terms() {
+    terms_ = {};
+    has_terms_ = false;
+  }
+  // Throws std::invalid_argument where more splits are allowed than there are, or none, or without
+  // a predictor.
   void set_terms(DecisionTerms terms);
 
   // What both sides do from now on. `present`: a worker is attached and its heart beats; `chunks`:

@@ -51,20 +51,20 @@ inline constexpr std::array<std::string_view, 17> kWhyWords{
 };
 
 // `qos/guard.py` says what each means and has the values.
-#define WINDROW_GUARD_SETTINGS(X)      \
-  X(std::int64_t, pause_ns)            \
-  X(std::int64_t, queue_us)            \
-  X(double, widen)                     \
-  X(double, widen_max)                 \
-  X(double, widen_queued)              \
-  X(std::int64_t, widen_half_life_ns)  \
-  X(double, excess_factor)             \
-  X(std::int64_t, window_steps)        \
-  X(std::int64_t, min_steps)           \
-  X(std::int64_t, first_break_ns)      \
-  X(std::int64_t, longest_break_ns)    \
-  X(std::int64_t, stale_ns)            \
-  X(std::int64_t, standing_clock)      \
+#define WINDROW_GUARD_SETTINGS(X)     \
+  X(std::int64_t, pause_ns)           \
+  X(std::int64_t, queue_us)           \
+  X(double, widen)                    \
+  X(double, widen_max)                \
+  X(double, widen_queued)             \
+  X(std::int64_t, widen_half_life_ns) \
+  X(double, excess_factor)            \
+  X(std::int64_t, window_steps)       \
+  X(std::int64_t, min_steps)          \
+  X(std::int64_t, first_break_ns)     \
+  X(std::int64_t, longest_break_ns)   \
+  X(std::int64_t, stale_ns)           \
+  X(std::int64_t, standing_clock)     \
   X(double, longest_step_us)
 
 #define WINDROW_SETTING(type, name) type name{};

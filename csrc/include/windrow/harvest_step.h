@@ -45,8 +45,8 @@ class StepSurroundings {
   // The arena; see ChunkTable.
   virtual Counts counts() = 0;
   virtual std::int64_t set_reserve(std::int64_t chunks) = 0;
-  virtual std::int64_t lend(std::int64_t chunks, std::int64_t owner) = 0;    // how many were
-  virtual std::int64_t revoke(std::int64_t chunks) = 0;                      // how many were
+  virtual std::int64_t lend(std::int64_t chunks, std::int64_t owner) = 0;  // how many were
+  virtual std::int64_t revoke(std::int64_t chunks) = 0;                    // how many were
   virtual std::int64_t reclaim(std::int64_t owner) = 0;
   virtual bool has_peers() = 0;
   // What other threads have left for decode's: seconds of throttling, and another policy.
@@ -162,9 +162,9 @@ class Lender {
 // All that decode pays for before a step, in one call: judge the steps before, show the view, read
 // the offer, count and lend chunks, decide, publish the grant.
 //
-// Compiled as a whole, since between two torch steps caches are cold: each line of Python there costs
-// ten times what it costs warm. A decision is kept for a while when nothing has changed that it rests
-// on. One thread at a time, which is decode's.
+// Compiled as a whole, since between two torch steps caches are cold: each line of Python there
+// costs ten times what it costs warm. A decision is kept for a while when nothing has changed that
+// it rests on. One thread at a time, which is decode's.
 class HarvestStep {
  public:
   // Keeps references to both, which outlive it.
@@ -180,9 +180,9 @@ class HarvestStep {
   void close();
 
   // From any thread that holds whatever lock keeps decode's away.
-  void news() { news_ = true; }                  // something is to be taken
-  void look_again() { steady_until_ns_ = 0; }    // the last decision does not stand any more
-  void worker_lives(std::int64_t epoch);         // the only one that does; 0: none
+  void news() { news_ = true; }                // something is to be taken
+  void look_again() { steady_until_ns_ = 0; }  // the last decision does not stand any more
+  void worker_lives(std::int64_t epoch);       // the only one that does; 0: none
 
   void set_terms(const StepTerms& terms) { terms_ = terms; }
   [[nodiscard]] bool is_decided_anew() const { return decided_; }  // by the last call

@@ -26,8 +26,8 @@ struct LendingNeeds {
 // How many chunks to lend or to ask back; the reserve of KV comes first.
 //
 // Asks back: what is over `limit` or `wanted`; what the reserve lacks; and a quarter of all lent
-// chunks at a time while a request finds no room, for a prompt may need more than the reserve holds.
-// Lends: only what is free beyond a whole second reserve, and not within two seconds of a
+// chunks at a time while a request finds no room, for a prompt may need more than the reserve
+// holds. Lends: only what is free beyond a whole second reserve, and not within two seconds of a
 // revocation, or a request's chunks would go to and fro. What is draining counts as asked for.
 [[nodiscard]] LendingPlan plan_lending(const Counts& chunks, const LendingNeeds& needs);
 inline constexpr std::int64_t kGrowRestNs = 2'000'000'000;

@@ -11,20 +11,21 @@
 namespace windrow {
 
 // The policies: each a pure function from what is seen to what is granted, defined once, in
-// policies.cpp. Engines, simulator and tools ask the same ones. They are compiled since decode waits
-// for the answer: between two torch steps caches are cold, and each line of Python costs ten times
-// what it costs warm. Floating point is IEEE double without contraction, so that a decision is the
-// same on every compiler.
+// policies.cpp. Engines, simulator and tools ask the same ones. They are compiled since decode
+// waits for the answer: between two torch steps caches are cold, and each line of Python costs ten
+// times what it costs warm. Floating point is IEEE double without contraction, so that a decision
+// is the same on every compiler.
 
 // The constants of policies and predictor. Times as their names say.
-//   grow_headroom: below the bound by this much before the worker's share may grow: less would leave
-//     a step that varies by 1.5% over its bound more often than once in a hundred, and units that go
-//     to and fro.
-//   slack_steps: slack is spent over so many steps at least, so that one step never takes all of it.
-//   part_gain: a part of a step ends the share in its middle, and a grant for each step costs a
+//   grow_headroom: below the bound by this much before the worker's share may grow: less would
+//   leave
+//     a step that varies by 1.5% over its bound more often than once in a hundred, and units that
+//     go to and fro.
+//   slack_steps: slack is spent over so many steps at least, so that one step never takes all of
+//   it. part_gain: a part of a step ends the share in its middle, and a grant for each step costs a
 //     decision: by so much it must be worth more than a share that stands.
-//   least_gap_us: shorter gaps are over before the worker has woken and a tasklet's caches are warm.
-//   grain_tokens, most_tokens: of FlexLLM's windows, which are cut in its artifact's steps.
+//   least_gap_us: shorter gaps are over before the worker has woken and a tasklet's caches are
+//   warm. grain_tokens, most_tokens: of FlexLLM's windows, which are cut in its artifact's steps.
 //   passes: one forward, and a backward that costs twice as much: of a micro-batch in each layer.
 //   batch_floor: below four requests a step costs as much as with four: reading weights dominates.
 //   beyond_margin: beyond the profile the margin is wider by this: what a line that fits within 8%
@@ -33,21 +34,21 @@ namespace windrow {
 //   lessons, parts_a_lesson: a step beside which the worker ran for a part teaches stage 2 nothing:
 //     when it stopped is not known to the microsecond. So many steps beside a share first, and each
 //     pays for so many parts.
-#define WINDROW_DECISION_FIGURES(X)    \
-  X(double, grow_headroom, 0.02)       \
-  X(double, slack_steps, 16)           \
-  X(double, part_gain, 1.02)           \
-  X(std::int64_t, least_gap_us, 500)   \
-  X(std::int64_t, grain_tokens, 16)    \
-  X(std::int64_t, most_tokens, 512)    \
-  X(std::int64_t, batch_floor, 4)      \
-  X(double, beyond_margin, 0.08)       \
-  X(std::int64_t, seen_often, 64)      \
-  X(std::int64_t, lessons, 32)         \
-  X(std::int64_t, parts_a_lesson, 20)  \
-  X(double, forgetting, 0.99)          \
-  X(double, start_margin, 0.08)        \
-  X(double, margin_min, 0.02)          \
+#define WINDROW_DECISION_FIGURES(X)   \
+  X(double, grow_headroom, 0.02)      \
+  X(double, slack_steps, 16)          \
+  X(double, part_gain, 1.02)          \
+  X(std::int64_t, least_gap_us, 500)  \
+  X(std::int64_t, grain_tokens, 16)   \
+  X(std::int64_t, most_tokens, 512)   \
+  X(std::int64_t, batch_floor, 4)     \
+  X(double, beyond_margin, 0.08)      \
+  X(std::int64_t, seen_often, 64)     \
+  X(std::int64_t, lessons, 32)        \
+  X(std::int64_t, parts_a_lesson, 20) \
+  X(double, forgetting, 0.99)         \
+  X(double, start_margin, 0.08)       \
+  X(double, margin_min, 0.02)         \
   X(double, margin_max, 0.5)
 
 #define WINDROW_FIGURE(type, name, value) type name = value;
@@ -77,11 +78,11 @@ struct PolicyContext {
   std::int64_t current = 0;  // split that was granted last; 0: the worker is paused; or kInTurns
   std::int64_t in_flight_bound_us = 0;  // how much work the worker may have launched at any time
   std::int64_t layers = 1;              // of decode's model
-  std::int64_t deferral_us = 0;  // how long a request may be held back before it is admitted
-  std::int64_t chunk_bytes = 0;  // of the arena; 0: unknown
+  std::int64_t deferral_us = 0;         // how long a request may be held back before it is admitted
+  std::int64_t chunk_bytes = 0;         // of the arena; 0: unknown
   bool per_request = false;  // the objective is judged over a request's life, not step by step
   bool gaps = false;         // the engine can begin a step later than it could
-  bool taught = true;  // enough steps beside a share throughout have said what a worker costs
+  bool taught = true;        // enough steps beside a share throughout have said what a worker costs
 };
 
 // `PolicyContext::current` while decode and worker take turns on the whole device.

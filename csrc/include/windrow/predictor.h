@@ -12,10 +12,10 @@ namespace windrow {
 
 // Measured over predicted latency by kind of step, in front of the linear model.
 //
-// Source: LLMStation's record cache, a dictionary from batch and tasklet to measured latencies, with
-// a linear predictor for what it misses. Departure: a record holds measured over predicted instead
-// of microseconds, so that it is right for the whole of its bucket (batches up to the next power of
-// two, 4,096 context tokens) and a miss is simply a correction of 1.
+// Source: LLMStation's record cache, a dictionary from batch and tasklet to measured latencies,
+// with a linear predictor for what it misses. Departure: a record holds measured over predicted
+// instead of microseconds, so that it is right for the whole of its bucket (batches up to the next
+// power of two, 4,096 context tokens) and a miss is simply a correction of 1.
 class StepRecords {
  public:
   explicit StepRecords(std::size_t splits) : splits_(splits) {}
@@ -50,14 +50,15 @@ class StepRecords {
   std::size_t known_count_ = 0;
 };
 
-// What steps teach: both stages' factors and the records; nothing (Harli); the records (LLMStation).
+// What steps teach: both stages' factors and the records; nothing (Harli); the records
+// (LLMStation).
 enum class PredictorForm : std::uint8_t { kWindrow, kHarli, kLlmStation };
 
 // Latency of the next step for every split of a device: Harli's two stages, refined online.
 //
-// Stage 1 (`qos/solo.py`) is fitted from a profile. Stage 2 (`qos/co_run.py`) multiplies it by what a
-// worker costs, with one (b1, k1) for all batches and phases, which recursive least squares follows.
-// In front of both stands what steps of the same kind took. One thread at a time.
+// Stage 1 (`qos/solo.py`) is fitted from a profile. Stage 2 (`qos/co_run.py`) multiplies it by what
+// a worker costs, with one (b1, k1) for all batches and phases, which recursive least squares
+// follows. In front of both stands what steps of the same kind took. One thread at a time.
 class Predictor {
  public:
   struct Device {
