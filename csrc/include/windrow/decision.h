@@ -17,7 +17,7 @@ namespace windrow {
 
 // What a policy's terms come to; `idle_units` and `allowed` are the limits on this device.
 struct DecisionTerms {
-  Policy policy;              // none: nothing is harvested,
+  Policy policy = {};         // none: nothing is harvested,
   Why idle = Why::kNoPolicy;  // for this reason
   bool observing = false;
   bool per_request = false;
