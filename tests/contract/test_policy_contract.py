@@ -27,8 +27,12 @@ SOLO = {u: SoloStepModel(500 + 2000 / u, 800 / u, 1 / u) for u in (*range(1, 9),
 
 times = st.integers(0, 10**12)
 small = st.integers(0, 10**6)
+# A page holds 64-bit words, so every field has a bound.
 views = st.builds(
     View,
+    step=small,
+    admitted_tokens=small,
+    heartbeat_ns=times,
     batch=st.integers(0, 512),
     context_tokens=st.integers(0, 10**7),
     waiting=small,
@@ -40,6 +44,10 @@ views = st.builds(
 )
 offers = st.builds(
     Offer,
+    tasklet_id=small,
+    resident_layers=small,
+    tokens_done=small,
+    heartbeat_ns=times,
     job_epoch=st.integers(0, 5),
     starving=st.integers(0, 1),
     in_flight_us=small,
