@@ -191,10 +191,12 @@ void bind_decider(nb::module_& module) {
            nb::arg("splits"), nb::arg("offered"), nb::arg("layers"), nb::arg("chunk_bytes"),
            nb::arg("gaps"), nb::arg("handover"), nb::arg("pause_epoch"), nb::arg("guard"),
            nb::arg("grant_type"))
-      .def("set_predictor",
-           [](BoundDecider& self, std::shared_ptr<Predictor> predictor) {
-             self.decider().set_predictor(std::move(predictor));
-           })
+      .def(
+          "set_predictor",
+          [](BoundDecider& self, std::shared_ptr<Predictor> predictor) {
+            self.decider().set_predictor(std::move(predictor));
+          },
+          nb::arg("predictor").none())
       .def("set_guard",
            [](BoundDecider& self, std::shared_ptr<Guard> guard) {
              if (!guard) {

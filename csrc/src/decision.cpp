@@ -30,9 +30,13 @@ Decider::Decider(const DecisionFigures& figures, Device device, std::int64_t pau
 }
 
 void Decider::set_predictor(std::shared_ptr<Predictor> predictor) {
-  if (predictor->splits() != device_.splits.size()) {
+  if (predictor && predictor->splits() != device_.splits.size()) {
     throw std::invalid_argument("a predictor of " + std::to_string(predictor->splits()) +
                                 " splits for a device of " + std::to_string(device_.splits.size()));
+  }
+  if (!predictor && terms_.policy) {  // no policy decides without one
+    terms_.policy = nullptr;
+    terms_.idle = Why::kNoProfile;
   }
   predictor_ = std::move(predictor);
 }

@@ -75,6 +75,21 @@ def test_headroom_is_shared_and_a_burst_takes_it_back():
     assert units(pod.step()) == (1, 1)
 
 
+def test_a_profile_that_is_withdrawn_stops_the_worker_until_there_is_one():
+    pod = Pod()
+    assert units(pod.step()) == (1, 1)
+    view = View(batch=SMALL, objective_us=TERMS.objective_us)
+    assert pod.controller.headroom_units(view) == 1
+    pod.controller.set_predictor(None)
+    assert pod.controller.headroom_units(view) == 0
+    assert pod.step().action == Action.PAUSE
+    assert pod.controller.why_paused == "no latency profile"
+    pod.worker_answers()
+    pod.controller.set_predictor(Predictor(host_levels(2), SOLO))
+    pod.step()
+    assert units(pod.step()) == (1, 1)
+
+
 def test_a_device_that_is_shared_in_time_is_the_workers_while_decode_idles():
     pod = Pod(levels=whole_levels(2))
     assert units(pod.step(batch=0)) == (2, 2)
