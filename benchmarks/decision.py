@@ -1,8 +1,8 @@
 """Cost of a decision: part by part in a warm interpreter, and in place, between decode steps.
 
 In place, matrix products and a walk through more memory than the caches hold come between any two
-decisions, as a decode step does: caches are cold then. Decided again each time; a decision that
-stands is measured apart, and so is what two readings of the clock take there.
+decisions, as a decode step does: caches are cold then. Each is decided again; a decision that
+still holds is measured separately, and so are two readings of the clock.
 `--against` takes the result of another checkout, played in turns with this one: its figures of the
 same names become the baselines. Example: python -m benchmarks.decision --json /tmp/decision.json
 """
@@ -138,7 +138,7 @@ def _hook(repeats: int) -> list[Result]:
 def _in_place(steps: int) -> list[Result]:
     """The hook, each time after what a decode step does to caches.
 
-    In turns: an engine that decides again each time, and one whose decision stands (for longer than
+    In turns: an engine that decides again each time, and one whose decision holds (for longer than
     the product's 80 ms, which a busy machine would pass); so what the machine does meanwhile meets
     both alike. A step in which the kernel gave the core to someone else is not counted; how many
     that were is a result.
@@ -200,7 +200,7 @@ class _Slot:
 
 
 def _switches() -> int:
-    """How often the kernel has taken the core from this thread."""
+    """Count how often the kernel has taken the core from this thread."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 

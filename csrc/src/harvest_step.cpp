@@ -93,8 +93,9 @@ void Lender::size_reserve(std::int64_t now_ns, const StepTerms& terms) {
     return;
   }
   sized_ns_ = now_ns;
+  const std::int64_t in_flight_bound_us = terms.objective_us / 4;
   const KvDemand demand{
-      .release_us = static_cast<double>(terms.objective_us / 4) + release_us_,
+      .release_us = static_cast<double>(in_flight_bound_us) + release_us_,
       .objective_us = terms.objective_us,
       .max_batch = settings_.max_batch,
       .token_bytes = settings_.chunk_bytes / settings_.slots_per_chunk,

@@ -152,7 +152,7 @@ def test_an_objective_below_what_decode_alone_takes_is_refused_with_the_number()
 
 
 def worth(grant: Grant, view: View, ctx: Context) -> float:
-    """What the worker is given, in the measure of the policy that gives it.
+    """Return how much the worker is given, in the measure of the policy that gives it.
 
     Tasklets, or tokens of a window; else units, for as much of the step as it may have them.
     """

@@ -12,7 +12,7 @@ LONG_AGO = 1 << 60
 
 
 class ChunkCounts(NamedTuple):
-    """As an arena counts them."""
+    """Counts of chunks, in the order of an arena."""
 
     free: int
     kv: int
@@ -22,7 +22,7 @@ class ChunkCounts(NamedTuple):
 
 
 class LendingPlan(NamedTuple):
-    """As the core plans."""
+    """Plan of the core."""
 
     target: int
     lend: int = 0

@@ -20,7 +20,7 @@ _LONGEST_GAP_NS = 1_000_000_000  # whatever a grant says
 
 
 class StepInput(NamedTuple):
-    """What the engine knows at the start of a step. Times: nanoseconds of CLOCK_MONOTONIC.
+    """State of the engine at the start of a step. Times: nanoseconds of CLOCK_MONOTONIC.
 
     A named tuple, since each step makes one and compiled code reads it: `STEP_FIELDS` are the same.
     """

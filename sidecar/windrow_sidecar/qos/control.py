@@ -117,17 +117,17 @@ class Controller:
 
     @property
     def why_paused(self) -> str:
-        """In a few words, while the worker is paused; "" while it may run."""
+        """Reason, in a few words, while the worker is paused; "" while it may run."""
         return self.decider.why
 
     @property
     def would_units(self) -> float:
-        """What the policy gives the worker, on average over the step; in `observe`, would give."""
+        """Units that the policy gives the worker, averaged over the step (`observe`: would)."""
         return self.decider.would_units
 
     @property
     def during(self) -> DuringStep:
-        """What the step that was decided last runs under."""
+        """Conditions under which the step that was decided last runs."""
         return DuringStep._make(self.decider.during())
 
     @property

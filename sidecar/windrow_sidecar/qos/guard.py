@@ -6,7 +6,7 @@ batch, and others find no place in it. A breaker gives up for a while when steps
 break the objective much more often than steps of decode alone, or when a CPU limit kept decode from
 running beside it. The way back: after 10 s (twice as long each time, 160 s at most) it lets the
 worker run again on trial, judged by a fresh window; a clean window of 1,600 steps puts the 10 s
-back. What cannot be (a stale view, a clock that stands, a latency of NaN) pauses too. Time is an
+back. Impossible input (a stale view, a stopped clock, a latency of NaN) pauses too. Time is an
 argument. `csrc/src/guard.cpp` has the rules.
 """
 

@@ -24,7 +24,7 @@ IN_TURNS = -1
 
 
 class Context(NamedTuple):
-    """What a policy may know besides view and offer (`PolicyContext` in `policies.h`).
+    """Facts that a policy may know besides view and offer (`PolicyContext` in `policies.h`).
 
     Attributes:
         levels: the splits of this device.

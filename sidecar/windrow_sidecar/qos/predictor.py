@@ -2,8 +2,8 @@
 
 Stage 1 (`solo.py`) is fitted from a profile. Stage 2 (`co_run.py`) multiplies it by what a worker
 costs, with one (b1, k1) for all batches and phases, which recursive least squares follows online.
-In front of both stands what steps of the same kind took. The papers' own forms stay as options:
-`harli` keeps the factors that were profiled, `llmstation` moves the records only.
+Records of steps of the same kind come before both. The papers' own forms stay as options: `harli`
+keeps the factors that were profiled, `llmstation` moves the records only.
 `csrc/src/predictor.cpp` computes it.
 """
 
@@ -72,7 +72,7 @@ class Predictor(_core.Predictor):
 
     @property
     def co_run(self) -> CoRunFactors:
-        """Stage 2 as it stands."""
+        """Stage 2 with its factors of now."""
         return CoRunFactors(*self.factors)
 
     def predict_us(self, batch: int, context_tokens: int) -> list[float]:

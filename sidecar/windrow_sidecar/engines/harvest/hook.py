@@ -102,7 +102,7 @@ class HarvestHook(HarvestStep):
 
     @property
     def is_awake(self) -> bool:
-        """Whether there is anything to decide: a policy, or chunks that a worker still holds."""
+        """True where there is something to decide: a policy, or chunks that a worker holds."""
         return bool(self._new_terms) or self.controller.terms is not None or self._holds_out
 
     def set_profile(self, profile: Mapping[str, Any] | None) -> None:
@@ -161,7 +161,7 @@ class HarvestHook(HarvestStep):
 
     @property
     def lending_counts(self) -> LendingCounts:
-        """How many chunks moved, and how soon they came back."""
+        """Counts of chunks that moved, and how soon they came back."""
         for seconds in self._take_returns():
             self._returns.add(seconds)
         _, _, _, lent, revoked, reclaimed, _ = self._counters()
