@@ -46,7 +46,8 @@ std::int64_t reserve_chunks(const KvDemand& demand, bool prompts, std::int64_t c
                             std::int64_t total) {
   const double chunks =
       std::ceil(kv_demand_bytes(demand, prompts) / static_cast<double>(chunk_bytes));
-  const double most = static_cast<double>(total / 4);
+  const std::int64_t quarter = total / 4;
+  const auto most = static_cast<double>(quarter);
   return std::max<std::int64_t>(1, static_cast<std::int64_t>(std::min(chunks, most)));
 }
 
