@@ -27,6 +27,7 @@ constexpr std::array<std::string_view, kStepFields> kStepNames{
 #define WINDROW_NAME(name) #name,
     WINDROW_STEP_FIELDS(WINDROW_NAME)
 #undef WINDROW_NAME
+        "tokens",
 };
 
 StepFacts facts_of(const nb::tuple& facts) {
@@ -34,13 +35,20 @@ StepFacts facts_of(const nb::tuple& facts) {
     throw std::invalid_argument("facts is not a StepInput");
   }
   std::array<std::int64_t, kStepFields> words{};
-  for (std::size_t i = 0; i < kStepFields; ++i) {
+  constexpr std::size_t kTokens = kStepFields - 1;
+  for (std::size_t i = 0; i < kTokens; ++i) {
     words[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(facts.ptr(), i));
     if (words[i] == -1 && PyErr_Occurred() != nullptr) {
       PyErr_Clear();
       throw nb::type_error((std::string(kStepNames[i]) + " is not a 64-bit integer").c_str());
     }
   }
+  const double tokens = PyFloat_AsDouble(PyTuple_GET_ITEM(facts.ptr(), kTokens));
+  if (tokens == -1 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw nb::type_error("tokens is not a number");
+  }
+  words[kTokens] = std::bit_cast<std::int64_t>(tokens);
   return std::bit_cast<StepFacts>(words);
 }
 
@@ -49,6 +57,7 @@ class HookSurroundings : public StepSurroundings {
  public:
   void take_throttled(std::int64_t now_ns) override { self_.attr("_take_throttled")(now_ns); }
   void take_terms(std::int64_t now_ns) override { self_.attr("_take_terms")(now_ns); }
+  void take_step_tokens(double tokens) override { self_.attr("_take_step_tokens")(tokens); }
   void mark(std::int64_t now_ns, std::string_view what, const std::string& detail) override {
     self_.attr("_mark")(now_ns, nb::str(what.data(), what.size()),
                         nb::str(detail.data(), detail.size()));
@@ -281,7 +290,7 @@ nb::list take_kept(BoundStep& self) {
 nb::tuple take_measured(BoundStep& self) {
   nb::list steps;
   for (const MeasuredStep& step : self.step().take_measured()) {
-    steps.append(nb::make_tuple(step.latency_us, step.cost_ns, step.objective_us));
+    steps.append(nb::make_tuple(step.latency_us, step.cost_ns, step.objective_us, step.tokens));
   }
   return nb::make_tuple(steps, self.step().take_residuals());
 }
@@ -332,11 +341,19 @@ void bind_harvest_step(nb::module_& module) {
       .def("_look_again", [](BoundStep& self) { self.step().look_again(); })
       .def("worker_lives",
            [](BoundStep& self, std::int64_t epoch) { self.step().worker_lives(epoch); })
-      .def("_set_terms",
-           [](BoundStep& self, bool any, bool harvests, std::int64_t objective_us,
-              std::int64_t max_memory_percent) {
-             self.step().set_terms({any, harvests, objective_us, max_memory_percent});
-           })
+      .def(
+          "_set_terms",
+          [](BoundStep& self, bool any, bool harvests, std::int64_t objective_us,
+             std::int64_t token_objective_us, std::int64_t max_memory_percent, double step_tokens) {
+            self.step().set_terms({.any = any,
+                                   .harvests = harvests,
+                                   .objective_us = objective_us,
+                                   .token_objective_us = token_objective_us,
+                                   .max_memory_percent = max_memory_percent,
+                                   .step_tokens = step_tokens});
+          },
+          nb::kw_only(), nb::arg("any"), nb::arg("harvests"), nb::arg("objective_us"),
+          nb::arg("token_objective_us"), nb::arg("max_memory_percent"), nb::arg("step_tokens"))
       .def("_take_kept", &take_kept)
       .def("_take_measured", &take_measured)
       .def("_take_returns", [](BoundStep& self) { return self.step().lender().take_returns(); })

@@ -12,6 +12,8 @@ namespace {
 
 enum : std::size_t { kFree, kKv, kLent, kReserved, kDraining };
 
+// Of the tokens that a step yields, what is too small a change to judge steps by another objective.
+constexpr double kSameTokens = 0.05;
 constexpr std::int64_t kReserveEveryNs = 1'000'000'000;
 // The ring of decisions holds no more; what was never drained is not kept for longer.
 constexpr std::size_t kMostKept = 16'384;
@@ -96,7 +98,7 @@ void Lender::size_reserve(std::int64_t now_ns, const StepTerms& terms) {
   const std::int64_t in_flight_bound_us = terms.objective_us / 4;
   const KvDemand demand{
       .release_us = static_cast<double>(in_flight_bound_us) + release_us_,
-      .objective_us = terms.objective_us,
+      .objective_us = terms.token_objective_us,
       .max_batch = settings_.max_batch,
       .token_bytes = settings_.chunk_bytes / settings_.slots_per_chunk,
       .admitted_q99_tokens = admitted_.q99(),
@@ -215,7 +217,7 @@ void HarvestStep::judge(std::int64_t now_ns) {
     ++counters_.steps;
     counters_.over += over ? 1 : 0;
     counters_.busy_us += took_us;
-    measured_.push_back({took_us, cost_ns, objective_us_});
+    measured_.push_back({took_us, cost_ns, objective_us_, terms_.step_tokens});
     if (prefilled_) {
       continue;
     }
@@ -249,10 +251,19 @@ void HarvestStep::judge(std::int64_t now_ns) {
   lender_.size_reserve(now_ns, terms_);
 }
 
+bool HarvestStep::yields_otherwise(double tokens) const {
+  const double known = terms_.step_tokens;
+  return std::abs(tokens - known) > kSameTokens * known || (tokens == 1.0 && known != 1.0);
+}
+
 void HarvestStep::decide(std::int64_t now_ns, const StepFacts* facts) {
   if (news_) {
     news_ = false;
     around_.take_terms(now_ns);
+  }
+  if (facts != nullptr && facts->batch != 0 && facts->prefill_tokens == 0 &&
+      yields_otherwise(facts->tokens)) {
+    around_.take_step_tokens(facts->tokens);
   }
   look_again();
   objective_us_ = terms_.objective_us;

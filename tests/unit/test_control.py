@@ -324,7 +324,9 @@ def test_a_step_of_several_tokens_may_take_so_many_times_the_objective():
     guard, predictor = pod.controller.guard, pod.controller.predictor
     guard.trips, predictor.margin = 1, 0.2
     pod.controller.set_step_tokens(3.0)
-    assert (pod.controller.step_objective_us, pod.controller.in_flight_bound_us) == (12_000, 3000)
+    view = View(batch=SMALL, objective_us=pod.controller.step_objective_us)
+    granted = pod.controller.decide(view, pod.offer, pod.now_ns + MS, present=True)
+    assert (view.objective_us, granted.in_flight_bound_us) == (12_000, 3000)
     assert pod.controller.terms.objective_us == 4000
     # What was learned is of the same objective, and the policy's terms may come again.
     pod.controller.set_terms(replace(TERMS, objective_us=4000))

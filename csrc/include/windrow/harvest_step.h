@@ -27,6 +27,7 @@ namespace windrow {
 #define WINDROW_FIELD(name) std::int64_t name = 0;
 struct StepFacts {
   WINDROW_STEP_FIELDS(WINDROW_FIELD)
+  double tokens = 1;  // that a request gets of the step, on average
 };
 #undef WINDROW_FIELD
 
@@ -52,6 +53,8 @@ class StepSurroundings {
   // What other threads have left for decode's: seconds of throttling, and another policy.
   virtual void take_throttled(std::int64_t now_ns) = 0;
   virtual void take_terms(std::int64_t now_ns) = 0;
+  // Steps yield a request another number of tokens, which sets another objective for them.
+  virtual void take_step_tokens(double tokens) = 0;
   // For the event log, and for the decisions that are kept of a breach.
   virtual void mark(std::int64_t now_ns, std::string_view what, const std::string& detail) = 0;
   virtual void breached(const std::string& reason) = 0;
@@ -61,8 +64,10 @@ class StepSurroundings {
 struct StepTerms {
   bool any = false;  // a policy selects the slot
   bool harvests = false;
-  std::int64_t objective_us = 0;
+  std::int64_t objective_us = 0;        // of a step, for all of its tokens
+  std::int64_t token_objective_us = 0;  // as the policy states it
   std::int64_t max_memory_percent = 0;
+  double step_tokens = 1;  // that a request is taken to get of a step
 };
 
 struct StepSettings {
@@ -87,6 +92,7 @@ struct MeasuredStep {
   std::int64_t latency_us = 0;
   std::int64_t cost_ns = 0;
   std::int64_t objective_us = 0;
+  double tokens = 1;
 };
 
 // A decision with what it rested on; then how the steps under it went.
@@ -206,6 +212,7 @@ class HarvestStep {
   };
 
   void judge(std::int64_t now_ns);
+  [[nodiscard]] bool yields_otherwise(double tokens) const;
   void decide(std::int64_t now_ns, const StepFacts* facts);
   void show(std::int64_t now_ns, const StepFacts* facts, std::int64_t free_chunks);
   Offer read_offer(std::int64_t now_ns);

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from windrow_sidecar import _core
@@ -109,7 +109,10 @@ class Controller:
             guard=self.guard,
             grant_type=Grant,
         )
+        # The policy's terms, and the same of a step: with the objective for all of its tokens.
+        self._stated: HarvestTerms | None = None
         self._terms: HarvestTerms | None = None
+        self._step_tokens = 1.0
         self._margins: dict[tuple[str, int, bool], float] = {}  # learned under terms before
         self.refusal = ""
         if predictor is not None:
@@ -132,8 +135,18 @@ class Controller:
 
     @property
     def terms(self) -> HarvestTerms | None:
-        """Terms in force; None: nothing is harvested."""
-        return self._terms
+        """Terms in force, as the policy states them; None: nothing is harvested."""
+        return self._stated
+
+    @property
+    def step_tokens(self) -> float:
+        """Tokens that a request is taken to get from a step: above 1 where decode speculates."""
+        return self._step_tokens
+
+    @property
+    def step_objective_us(self) -> int:
+        """Objective of a step, for all the tokens that it yields a request; 0 without terms."""
+        return self._terms.objective_us if self._terms else 0
 
     @property
     def predictor(self) -> Predictor | None:
@@ -153,15 +166,24 @@ class Controller:
         The guard's record and the predictor's margin are of one objective and one algorithm: others
         begin with clean ones, and find the margin that they had before.
         """
-        if terms and self._terms and _judged_by(terms) != _judged_by(self._terms):
+        if terms and self._stated and _judged_by(terms) != _judged_by(self._stated):
             self.guard = self.guard.renewed()
             self.decider.set_guard(self.guard)
             if self._predictor is not None:
-                self._margins[_judged_by(self._terms)] = self._predictor.margin
+                self._margins[_judged_by(self._stated)] = self._predictor.margin
                 self._predictor.margin = self._margins.get(_judged_by(terms), START_MARGIN)
-        self._terms = terms
+        self._stated = terms
         if terms:
             self.guard.set_percentile(terms.percentile)
+        self._apply_terms()
+
+    def set_step_tokens(self, tokens: float) -> None:
+        """Take steps to yield a request so many tokens on average, from the next decision on.
+
+        The objective is one of a token, so a step may take so many times as long. Guard and margin
+        stay: what was learned is of the same objective.
+        """
+        self._step_tokens = max(1.0, tokens)
         self._apply_terms()
 
     def decide(
@@ -189,8 +211,9 @@ class Controller:
         return self.decider.headroom_units(view)
 
     def _apply_terms(self) -> None:
-        terms, predictor, levels = self._terms, self._predictor, self._levels
-        self.refusal = _below_decode(terms, predictor)
+        self._terms = terms = _of_a_step(self._stated, self._step_tokens)
+        predictor, levels = self._predictor, self._levels
+        self.refusal = self._below_decode()
         if terms is None:
             self.decider.clear_terms()
             return
@@ -207,18 +230,28 @@ class Controller:
             idle_units=levels.idle_share(terms.max_compute_percent),
         )
 
+    def _below_decode(self) -> str:
+        """Return why the objective can never be kept; "" where it may be."""
+        stated, predictor = self._stated, self._predictor
+        if stated is None or predictor is None:
+            return ""
+        least_us = predictor.least_step_us
+        if least_us <= self.step_objective_us:
+            return ""
+        several = "" if self._step_tokens == 1 else f" and {self._step_tokens:.1f} tokens"
+        return (
+            f"the objective of {stated.objective_us / 1000:g} ms is below the "
+            f"{least_us / 1000:.1f} ms that decode alone takes for one request{several}: "
+            "raise spec.objective.tpot"
+        )
+
+
+def _of_a_step(terms: HarvestTerms | None, tokens: float) -> HarvestTerms | None:
+    """Return terms whose objective is one of a step that yields a request so many tokens."""
+    if terms is None or tokens == 1:
+        return terms
+    return replace(terms, objective_us=round(terms.objective_us * tokens))
+
 
 def _judged_by(terms: HarvestTerms) -> tuple[str, int, bool]:
     return terms.policy, terms.objective_us, terms.per_request
-
-
-def _below_decode(terms: HarvestTerms | None, predictor: Predictor | None) -> str:
-    if terms is None or predictor is None:
-        return ""
-    least_us = predictor.least_step_us
-    if least_us <= terms.objective_us:
-        return ""
-    return (
-        f"the objective of {terms.objective_us / 1000:g} ms is below the {least_us / 1000:.1f} ms "
-        "that decode alone takes for one request: raise spec.objective.tpot"
-    )

@@ -1,9 +1,9 @@
 """Keep the last decisions with their inputs, prediction and outcome, in a ring that outlives us.
 
-The ring is a file of fixed size, mapped into memory: `windrow explain` reads it while decode serves, or
-after it has died, and says why the worker did not run. Decode's thread only
-collects (`HarvestStep`); another thread packs what it has once a second. `windrow.decisions` has
-the format and reads it.
+The ring is a file of fixed size, mapped into memory: `windrow explain` reads it while decode
+serves, or after it has died, and says why the worker did not run. Decode's thread only collects
+(`HarvestStep`); another thread packs what it has once a second. `windrow.decisions` has the format
+and reads it.
 """
 
 from __future__ import annotations

@@ -139,6 +139,7 @@ class HarvestHook(HarvestStep):
         self._drain_decisions()
         latencies_us, costs_ns = self._stats.take(*self._take_measured())
         granted: Grant = self._grant
+        terms = self.controller.terms
         steps, over, busy_us, _, _, _, unit_seconds = self._counters()
         return StepStatistics(
             steps=steps,
@@ -149,6 +150,7 @@ class HarvestHook(HarvestStep):
             decision_p50_s=quantile(costs_ns, 0.5) / 1e9,
             decision_p99_s=quantile(costs_ns, 0.99) / 1e9,
             view=View._make(self._view),
+            objective_us=terms.objective_us if terms else 0,
             decode_units=granted.decode_units,
             finetune_units=granted.finetune_units,
             tpot=self._stats.tpot,
@@ -182,14 +184,27 @@ class HarvestHook(HarvestStep):
         while self._new_terms:
             terms = self._new_terms.pop(0)
             self.controller.set_terms(terms)
+            self._terms_of_steps()
             if terms is None:
-                self._set_terms(False, False, 0, 0)
                 self._mark(now_ns, "policy", "none")
                 continue
-            harvests = terms.mode == "harvest"
-            self._set_terms(True, harvests, terms.objective_us, terms.max_memory_percent)
             what = f"{terms.name}: {terms.policy}, {terms.mode}, {terms.objective_us} us"
             self._mark(now_ns, "policy", what)
+
+    def _take_step_tokens(self, tokens: float) -> None:
+        self.controller.set_step_tokens(tokens)
+        self._terms_of_steps()
+
+    def _terms_of_steps(self) -> None:
+        controller, terms = self.controller, self.controller.terms
+        self._set_terms(
+            any=terms is not None,
+            harvests=terms is not None and terms.mode == "harvest",
+            objective_us=controller.step_objective_us,
+            token_objective_us=terms.objective_us if terms else 0,
+            max_memory_percent=terms.max_memory_percent if terms else 0,
+            step_tokens=controller.step_tokens,
+        )
 
     def _mark(self, now_ns: int, what: str, detail: str) -> None:
         if self._log:

@@ -57,6 +57,7 @@ class StepStatistics:
     decision_p50_s: float
     decision_p99_s: float
     view: View
+    objective_us: int  # of the policy in force, for a token; 0: none
     decode_units: int
     finetune_units: int
     tpot: BucketCounts  # seconds, since the start
@@ -77,23 +78,25 @@ class StepStats:
         self.predictor_ratio = BucketCounts(PREDICTOR_RATIO_BUCKETS)
 
     def take(
-        self, measured: Sequence[tuple[int, int, int]], residuals: Sequence[float]
+        self, measured: Sequence[tuple[int, int, int, float]], residuals: Sequence[float]
     ) -> tuple[list[int], list[int]]:
-        """Count steps; return their latencies (us) and the hook's costs (ns), each sorted.
+        """Count steps; return their times per output token (us) and the hook's costs (ns), sorted.
 
         Args:
-            measured: of each step its latency in us, the cost in ns, and the objective in us that
-                was in force (0: none).
+            measured: of each step its latency in us, the cost in ns, the objective in us that was
+                in force (of a step; 0: none), and the tokens that it yielded a request on average.
             residuals: how far steps beside the worker were from their prediction, relative to it.
         """
-        for latency_us, cost_ns, objective_us in measured:
-            self.tpot.add(latency_us / 1e6)
+        per_token_us: list[int] = []
+        for latency_us, cost_ns, objective_us, tokens in measured:
+            per_token_us.append(latency_us if tokens == 1 else round(latency_us / tokens))
+            self.tpot.add(per_token_us[-1] / 1e6)
             self.decision.add(cost_ns / 1e9)
             if objective_us > 0:
                 self.objective_ratio.add(latency_us / objective_us)
         for residual in residuals:
             self.predictor_ratio.add(1.0 + residual)
-        return sorted(us for us, _, _ in measured), sorted(ns for _, ns, _ in measured)
+        return sorted(per_token_us), sorted(ns for _, ns, _, _ in measured)
 
 
 def quantile(ordered: list[int], q: float) -> float:
