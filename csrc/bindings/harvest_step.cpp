@@ -298,7 +298,7 @@ nb::tuple take_measured(BoundStep& self) {
 nb::tuple counters_tuple(BoundStep& self) {
   const StepCounters found = self.step().counters();
   return nb::make_tuple(found.steps, found.over, found.busy_us, found.lent, found.revoked,
-                        found.reclaimed, found.granted_unit_seconds);
+                        found.reclaimed, found.granted_unit_seconds, found.granted_s);
 }
 
 std::optional<std::int64_t> live_epoch(BoundStep& self) {

@@ -202,6 +202,7 @@ void HarvestStep::worker_lives(std::int64_t epoch) {
 StepCounters HarvestStep::counters() const {
   StepCounters counters = counters_;
   counters.granted_unit_seconds = unit_ns_ / 1e9;
+  counters.granted_s = static_cast<double>(granted_ns_) / 1e9;
   return counters;
 }
 
@@ -283,6 +284,7 @@ void HarvestStep::decide(std::int64_t now_ns, const StepFacts* facts) {
   const std::int64_t may_hold = lender_.plan(now_ns, chunks, offer, terms_, kv_short, counters_);
   const Grant grant = decider_.decide(view_, offer, now_ns, present_, may_hold);
   unit_ns_ += units_ * static_cast<double>(now_ns - units_since_ns_);
+  granted_ns_ += units_ > 0 ? now_ns - units_since_ns_ : 0;
   units_ = grant.finetune_units != 0 ? decider_.would_units() : 0;
   units_since_ns_ = now_ns;
   put(grant, now_ns);

@@ -123,6 +123,7 @@ struct StepCounters {
   std::int64_t revoked = 0;
   std::int64_t reclaimed = 0;
   double granted_unit_seconds = 0;
+  double granted_s = 0;  // for which the worker had any unit
 };
 
 // Lends, revokes and reclaims chunks as plan_lending says. Decode's thread only.
@@ -246,6 +247,7 @@ class HarvestStep {
   double units_ = 0;  // of the worker, since `units_since_ns_`
   std::int64_t units_since_ns_;
   double unit_ns_ = 0;
+  std::int64_t granted_ns_ = 0;
   Lender lender_;
   std::vector<Unjudged> unjudged_;
   std::vector<MeasuredStep> measured_;

@@ -140,7 +140,7 @@ class HarvestHook(HarvestStep):
         latencies_us, costs_ns = self._stats.take(*self._take_measured())
         granted: Grant = self._grant
         terms = self.controller.terms
-        steps, over, busy_us, _, _, _, unit_seconds = self._counters()
+        steps, over, busy_us, _, _, _, unit_seconds, granted_s = self._counters()
         return StepStatistics(
             steps=steps,
             steps_over_objective=over,
@@ -158,6 +158,7 @@ class HarvestHook(HarvestStep):
             decision=self._stats.decision,
             predictor_ratio=self._stats.predictor_ratio,
             unit_seconds=unit_seconds,
+            granted_s=granted_s,
             tokens_done=self._tokens_done,
         )
 
@@ -166,13 +167,15 @@ class HarvestHook(HarvestStep):
         """Counts of chunks that moved, and how soon they came back."""
         for seconds in self._take_returns():
             self._returns.add(seconds)
-        _, _, _, lent, revoked, reclaimed, _ = self._counters()
+        _, _, _, lent, revoked, reclaimed, _, _ = self._counters()
         return LendingCounts(lent, revoked, reclaimed, self._returns)
 
     def predicted_tokens_per_second(self, snapshot: StepStatistics) -> float:
         """Return what a worker would get now; called once a second, with each new snapshot."""
         would = self.controller.headroom_units(snapshot.view)
-        return self._rate.update(snapshot.unit_seconds, snapshot.tokens_done, would)
+        return self._rate.update(
+            snapshot.unit_seconds, snapshot.granted_s, snapshot.tokens_done, would
+        )
 
     # What the compiled step calls, seldom.
 

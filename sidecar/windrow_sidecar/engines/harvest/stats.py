@@ -65,6 +65,7 @@ class StepStatistics:
     decision: BucketCounts  # seconds, since the start
     predictor_ratio: BucketCounts  # measured over predicted, beside the worker, since the start
     unit_seconds: float  # granted to the worker, since the start
+    granted_s: float  # for which any were granted, since the start
     tokens_done: int
 
 
@@ -105,29 +106,50 @@ def quantile(ordered: list[int], q: float) -> float:
 
 
 class HarvestRate:
-    """Tokens a second that one compute unit yields: measured when a worker ran, else a prior."""
+    """Tokens a second that a worker gets by its units: measured where one ran, else a prior.
+
+    A worker's host bounds it too, so that what it made on a few units tells little of many: each
+    number of units has a rate of its own, with a line between two of them.
+    """
 
     def __init__(
         self, profile: Mapping[str, Any] | None, solo: Mapping[int, SoloStepModel], units: int
     ) -> None:
         self._per_unit = _prior(profile, solo, units)
-        self._seen: tuple[float, int] | None = None
+        self._rates: dict[int, float] = {}
+        self._seen: tuple[float, float, int] | None = None
         self._smoothed_units = 0.0
 
-    def update(self, unit_seconds: float, tokens_done: int, would_units: float) -> float:
+    def update(
+        self, unit_seconds: float, granted_s: float, tokens_done: int, would_units: float
+    ) -> float:
         """Take one second's counters; returns what a worker would get here, tokens a second."""
-        if self._seen is not None:
-            spent, made = unit_seconds - self._seen[0], tokens_done - self._seen[1]
-            # Tokens are counted at optimizer steps: wait until some have been.
-            if made > 0 and spent > 0:
-                self._per_unit += _SMOOTHING * (made / spent - self._per_unit)
-                self._seen = (unit_seconds, tokens_done)
-            elif made < 0:
-                self._seen = (unit_seconds, tokens_done)
-        else:
-            self._seen = (unit_seconds, tokens_done)
+        now = (unit_seconds, granted_s, tokens_done)
+        if self._seen is None:
+            self._seen = now
+        spent, passed_s, made = (new - old for new, old in zip(now, self._seen, strict=True))
+        # Tokens are counted at optimizer steps: wait until some have been.
+        if made > 0 and spent > 0 and passed_s > 0:
+            units = max(1, round(spent / passed_s))
+            known = self.at(units)
+            self._rates[units] = known + _SMOOTHING * (made / spent * units - known)
+            self._seen = now
+        elif made < 0:
+            self._seen = now
         self._smoothed_units += _SMOOTHING * (would_units - self._smoothed_units)
-        return self._per_unit * self._smoothed_units
+        return self.at(self._smoothed_units)
+
+    def at(self, units: float) -> float:
+        """Return the rate on so many units, between those on which a worker ran, else by units."""
+        if not self._rates:
+            return self._per_unit * units
+        below = max((n for n in self._rates if n <= units), default=0)
+        above = min((n for n in self._rates if n >= units), default=0)
+        if not below or not above or below == above:
+            nearest = below or above
+            return self._rates[nearest] * units / nearest
+        part = (units - below) / (above - below)
+        return self._rates[below] + part * (self._rates[above] - self._rates[below])
 
 
 def _prior(
