@@ -260,6 +260,8 @@ bool HarvestStep::yields_otherwise(double tokens) const {
 void HarvestStep::decide(std::int64_t now_ns, const StepFacts* facts) {
   if (news_) {
     news_ = false;
+    // Also throttling that another thread has left since the steps were judged: its news ends here.
+    around_.take_throttled(now_ns);
     around_.take_terms(now_ns);
   }
   if (facts != nullptr && facts->batch != 0 && facts->prefill_tokens == 0 &&
