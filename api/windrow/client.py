@@ -50,8 +50,11 @@ from windrow.documents import read_document, whole_numbers
 from windrow.errors import Transient, UserError
 from windrow.kubeconfig import (
     configured_user,
+    filled,
     has_plugin,
     impersonation_headers,
+    namespace_of,
+    require_context,
     require_usable,
 )
 from windrow.rundir import read_worker_line
@@ -523,14 +526,17 @@ def _load(kubeconfig: Filename | None, context: str) -> tuple[k8s.ApiClient, str
             return k8s.ApiClient(configuration), _namespace_of_the_pod()
         # Handed over: the library reads KUBECONFIG when it is imported, and never again.
         path = str(Path(kubeconfig).expanduser()) if kubeconfig else os.environ.get("KUBECONFIG")
-        known, current = k8s_config.list_kube_config_contexts(path or None)
+        require_context(path or "", context)
         user = configured_user(path or "", context)
         headers = impersonation_headers(user)
         require_usable(user)
-        api = k8s_config.new_client_from_config(path or None, context=context or None)
+        api = k8s_config.new_client_from_config(
+            filled(path or "") or path or None, context=context or None
+        )
         if has_plugin(user):
             _require_credentials(api.configuration)
         _send_with_all(api, headers)
+        namespace = namespace_of(path or "", context)
     except (k8s_config.ConfigException, OSError, yaml.YAMLError) as e:
         if not named and not context:
             raise UserError(
@@ -544,8 +550,7 @@ def _load(kubeconfig: Filename | None, context: str) -> tuple[k8s.ApiClient, str
             if context
             else "Start one with `windrow up`, or set KUBECONFIG.",
         ) from e
-    chosen = next((one for one in known if one["name"] == context), current)
-    return api, chosen["context"].get("namespace") or DEFAULT_NAMESPACE
+    return api, namespace or DEFAULT_NAMESPACE
 
 
 def _require_credentials(configuration: k8s.Configuration) -> None:

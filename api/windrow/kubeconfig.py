@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -48,27 +49,96 @@ def configured_user(kubeconfig: str, context: str) -> ConfiguredUser | None:
     Raises:
         OSError: a file cannot be read.
         yaml.YAMLError: likewise.
+        UserError: the context names a user whom no file has: kubectl refuses it too.
     """
+    read = _read(kubeconfig)
+    wanted, fields = _context(read, context)
+    user = str(fields.get("user") or "")
+    if not user:
+        return None
+    for file, body in read:
+        for entry in body.get("users") or ():
+            if entry.get("name") == user:
+                return ConfiguredUser(entry.get("user") or {}, file, user)
+    raise UserError(
+        f"user {user!r}, whom context {wanted!r} names, is in none of "
+        f"{', '.join(str(file) for file, _ in read)}",
+        field="users",
+        remedy="Log in again, or correct the context (`kubectl config set-context`).",
+    )
+
+
+def require_context(kubeconfig: str, context: str) -> None:
+    """Raise UserError where files say something, and no context or one without a way to it.
+
+    Args: as those of `configured_user`.
+    """
+    read = _read(kubeconfig)
+    wanted, fields = _context(read, context)
+    if any(body for _, body in read) and not wanted:
+        raise UserError(
+            f"there is no current context in {', '.join(str(file) for file, _ in read)}",
+            field="--kubeconfig",
+            remedy="Name one by --context, or choose it by `kubectl config use-context NAME`.",
+        )
+    clusters = (entry for _, body in read for entry in body.get("clusters") or ())
+    named = (dict(entry) for entry in clusters if entry.get("name") == fields.get("cluster"))
+    cluster: Mapping[str, Any] = next(named, {}).get("cluster") or {}
+    proxy = str(cluster.get("proxy-url") or "")
+    if proxy.startswith("socks") and find_spec("socks") is None:
+        raise UserError(
+            f"context {wanted!r} reaches its cluster by a SOCKS proxy, and this environment has no "
+            "client for one",
+            field="proxy-url",
+            remedy="pip install PySocks, or give a proxy of HTTP.",
+        )
+
+
+def namespace_of(kubeconfig: str, context: str) -> str:
+    """Return the namespace that a context names; empty: none. See `configured_user`."""
+    return str(_context(_read(kubeconfig), context)[1].get("namespace") or "")
+
+
+def filled(kubeconfig: str) -> str:
+    """Return the files that say something, with the separator of paths between them.
+
+    kubectl reads an empty file as one that says nothing; the library ends there. Empty: all are.
+
+    Raises:
+        OSError: a file cannot be read.
+        yaml.YAMLError: likewise.
+    """
+    return os.pathsep.join(str(file) for file, body in _read(kubeconfig) if body)
+
+
+_Read = list[tuple[Path, Mapping[str, Any]]]
+
+
+def _read(kubeconfig: str) -> _Read:
     files = [Path(name).expanduser() for name in (kubeconfig or _DEFAULT).split(os.pathsep) if name]
-    read = [(file, _content(file)) for file in files if file.is_file()]
-    # The first file that says something counts, as for kubectl.
+    return [(file, _content(file)) for file in files if file.is_file()]
+
+
+def _context(read: _Read, context: str) -> tuple[str, Mapping[str, Any]]:
+    """Return a context's name and fields, of the first file that says something, as kubectl does.
+
+    Args:
+        read: the files.
+        context: its name; empty: the current one.
+    """
     wanted = context or next(
         (str(body["current-context"]) for _, body in read if body.get("current-context")), ""
     )
-    user = next(
+    fields = next(
         (
-            str((entry.get("context") or {}).get("user") or "")
+            entry.get("context") or {}
             for _, body in read
             for entry in body.get("contexts") or ()
-            if entry.get("name") == wanted
+            if str(entry.get("name")) == wanted
         ),
-        "",
+        {},
     )
-    for file, body in read:
-        for entry in body.get("users") or ():
-            if entry.get("name") == user and user:
-                return ConfiguredUser(entry.get("user") or {}, file, user)
-    return None
+    return wanted, fields
 
 
 def _content(file: Path) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ READ = {
     "chat": {"messages", "tools", "chat_template_kwargs"},
     "sharegpt": {"conversations", "system", "tools", "chat_template_kwargs"},
     "instruction": {"instruction", "input", "output"},
-    "completion": {"prompt", "completion"},
+    "completion": {"prompt", "completion", "tools", "chat_template_kwargs"},
     "text": {"text"},
     "preference": {
         *("prompt", "chosen", "rejected", "tools", "chat_template_kwargs"),
@@ -35,6 +35,8 @@ MARKS = {
     "text": "text",
     "preference": "chosen",
 }
+# Fields by which datasets of other programs say of an answer whether it is learnt.
+_SHARES = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 # Who speaks in rows of ShareGPT, by the roles of a chat.
 _SHAREGPT = {
     "human": "user",
@@ -141,6 +143,7 @@ class DatasetRow:
     answer: str = ""
     unread: tuple[str, ...] = ()  # fields that do not count
     pruned: bool = False  # whether nulls of other rows' keys were left out
+    as_served: bool = False  # whether tools were brought into the form that servers take
     prompt_turns: int = 0  # that many turns are the prompt, and all others are learnt; 0: see roles
     rejected: DatasetRow | None = None
 
@@ -210,7 +213,7 @@ def _refuse_other_format(fields: Fields, where: str, form: str) -> None:
 
 def _turns(fields: Fields, name: str, example: str, where: str) -> list[Any]:
     """Return the list of turns in a field; `example` is a turn as the format writes it."""
-    found = fields.get(name)
+    found = _parsed(fields.get(name))
     if not isinstance(found, list) or not found:
         raise bad_row(
             where,
@@ -261,24 +264,52 @@ def _conversation(fields: Fields, found: list[Any], name: str, where: str) -> Da
         raise bad_row(where, "`chat_template_kwargs` is not an object", "Write an object.")
     tools = _tools(fields, where)
     plain = [_of_schema(tool) for tool in tools] if tools else None
+    served = [_as_served(tool) for tool in plain] if plain else None
     return DatasetRow(
-        where, turns=turns, tools=plain, template_settings=settings, pruned=plain != tools
+        where,
+        turns=turns,
+        tools=served,
+        template_settings=settings,
+        pruned=plain != tools,
+        as_served=served != plain,
     )
 
 
+def _parsed(value: Any) -> Any:  # noqa: ANN401 - any JSON
+    """Return what the JSON in a text is, as tables have it; any other value as it is."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
 def _tools(fields: Fields, where: str) -> list[Fields] | None:
-    """Return a row's tools: a list, or the JSON of one, as Parquet files have it."""
-    tools = fields.get("tools")
-    if isinstance(tools, str) and tools:
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            tools = [tools]
+    """Return a row's tools: a list, or the JSON of one or of its elements, as tables have it."""
+    tools = _parsed(fields.get("tools"))
     if not tools:
         return None
+    if isinstance(tools, list):
+        tools = [_parsed(tool) for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise bad_row(where, "`tools` is not a list of objects", "Write a list of JSON schemas.")
     return tools
+
+
+def _as_served(tool: Fields) -> Fields:
+    """Return a tool in the form in which servers take it, and give it to the template.
+
+    That is {"type": "function", "function": {...}}, with `parameters` as an object; servers refuse
+    a bare function, and parameters that are text.
+    """
+    if "name" in tool and "function" not in tool and tool.get("type") in (None, "function"):
+        bare = {key: value for key, value in tool.items() if key != "type"}
+        tool = {"type": "function", "function": bare}
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("parameters"), str):
+        return tool
+    return {**tool, "function": {**function, "parameters": _parsed(function["parameters"])}}
 
 
 # Keywords of a JSON schema whose value may be null.
@@ -310,12 +341,14 @@ def _turn(turn: Any, name: str, where: str) -> Fields:  # noqa: ANN401 - it came
                 f"{name} has `{call}`, which is not learnt",
                 "Write the call into `content` as the model writes it, or drop the row.",
             )
-    if turn["role"] == "assistant" and turn.get("weight") not in (None, 1):
-        raise bad_row(
-            where,
-            f"{name} has the `weight` {turn['weight']}, and every answer counts the same here",
-            "Take `weight` out, or make a row of its own for each answer that shall be learnt.",
-        )
+    for share in _SHARES if turn["role"] == "assistant" else ():
+        if turn.get(share) not in (None, 1):
+            raise bad_row(
+                where,
+                f"{name} has the `{share}` {turn[share]}, and every answer counts the same here",
+                f"Take `{share}` out, or make a row of its own for each answer that shall be "
+                "learnt.",
+            )
     if not isinstance(turn.get("content"), str):
         raise bad_row(where, f"{name} has no `content` that is text", "Write the turn's text.")
     if turn["role"] == "assistant" and not turn["content"].strip():
@@ -338,6 +371,11 @@ def _instruction(fields: Fields, where: str) -> DatasetRow:
 
 
 def _completion(fields: Fields, where: str) -> DatasetRow:
+    """Return a prompt with its completion: texts, or turns of a conversation, as TRL has them."""
+    given = [_parsed(fields.get(name)) for name in ("prompt", "completion")]
+    if all(isinstance(turns, list) and turns for turns in given):
+        begun, said = given
+        return replace(_answered(fields, begun, said, "completion", where), prompt_turns=len(begun))
     prompt, answer = (_text(fields, name, where, blank=True) for name in ("prompt", "completion"))
     if not (prompt + answer).strip():
         raise bad_row(where, "prompt and completion are blank", "Write text, or drop the row.")
@@ -420,19 +458,26 @@ def _two_conversations(
         )
     rows = []
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        turns = [*prompt, *answer]
-        row = _conversation(fields, turns, name, where)
-        roles = [turn["role"] for turn in row.turns[len(prompt) - 1 :]]
-        if roles[0] == "assistant" or roles[1:2] != ["assistant"] or roles[-1] != "assistant":
-            raise bad_row(
-                where,
-                f"`{name}` is not an answer to the prompt: its turns are of "
-                f"{', '.join(roles[1:]) or 'nobody'}, behind one of the {roles[0]}",
-                "End the prompt with a turn of the user; begin and end both answers with turns of "
-                "the assistant.",
-            )
+        row = _answered(fields, prompt, answer, name, where)
         rows.append(replace(row, prompt_turns=len(prompt)))
     return replace(rows[0], rejected=rows[1])
+
+
+def _answered(
+    fields: Fields, prompt: list[Any], answer: list[Any], name: str, where: str
+) -> DatasetRow:
+    """Return the conversation of a prompt and an answer, which a field holds."""
+    row = _conversation(fields, [*prompt, *answer], name, where)
+    roles = [turn["role"] for turn in row.turns[len(prompt) - 1 :]]
+    if roles[0] == "assistant" or roles[1:2] != ["assistant"] or roles[-1] != "assistant":
+        raise bad_row(
+            where,
+            f"`{name}` is not an answer to the prompt: its turns are of "
+            f"{', '.join(roles[1:]) or 'nobody'}, behind one of the {roles[0]}",
+            "End the prompt with a turn of the user; begin and end both answers with turns of "
+            "the assistant.",
+        )
+    return row
 
 
 def _common_text(one: str, other: str) -> str:

@@ -150,10 +150,13 @@ def check_speculation(algorithm: str | None, topk: object) -> None:
 def arguments_of(words: Iterable[str]) -> SimpleNamespace:
     """Return the options of a command line that `check_arguments` looks at, as ServerArgs has them.
 
-    A value that is filled in later (`$(TP)`) counts as fine.
+    A value that is filled in later (`$(TP)`) counts as fine, as does what a file may say that the
+    command line names (`--config`).
     """
     known = {**_DEFAULTS, **{name: fine for name, fine, _ in _PLAIN}}
     found, given = dict(known), list(words)
+    if any(word.partition("=")[0] == "--config" for word in given):
+        found["page_size"] = 16
     for place, word in enumerate(given):
         flag, equals, value = word.partition("=")
         name = _ALIASES.get(flag) or flag.removeprefix("--").replace("-", "_")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +24,9 @@ _SHELL = re.compile(
 )
 _OPEN = re.compile(r"\$[({A-Za-z_]|`")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+# ARGS=(--port 1) and "${ARGS[@]}" of bash.
+_ARRAY = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=\((.*)", re.DOTALL)
+_ALL_OF = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\[[@*]\]\}")
 _COMMENT = re.compile(r"(?m)(^|\s)#.*$")
 
 
@@ -98,15 +101,41 @@ def _of_shell(script: str, known: Mapping[str, str]) -> list[list[str]]:
     except ValueError:  # a quote without its end: only the shell knows
         tokens = text.split()
     own, commands = dict(known), [list[str]()]
+    arrays: dict[str, list[str]] = {}
+    filled: list[str] | None = None  # the array of which the next word is an element
     for token in tokens:
         if token and not token.strip(_SEPARATORS):
             commands.append([])
             continue
-        word = _by_shell(token, own)
-        if (given := _ASSIGNMENT.fullmatch(word)) and not word.startswith("-"):
-            own[given[1]] = given[2]
-        commands[-1].append(word)
+        begun = _ARRAY.fullmatch(token) if filled is None else None
+        if begun:
+            filled = arrays[begun[1]] = arrays.get(begun[1], []) if begun[2] else []
+            token = begun[3]
+        if filled is not None:
+            words = _by_shell(token.removesuffix(")"), own)
+            filled += [words] if words else []
+            filled = None if token.endswith(")") else filled
+        elif named := _ALL_OF.fullmatch(token):
+            commands[-1] += arrays.get(named[1], [token])
+        else:
+            word = _by_shell(token, own)
+            if (given := _ASSIGNMENT.fullmatch(word)) and not word.startswith("-"):
+                own[given[1]] = given[2]
+            commands[-1] += _split(token, word)
     return commands
+
+
+def _split(token: str, word: str) -> list[str]:
+    """Return the words that a shell makes of a token: of a variable with options, each of them.
+
+    Quotes around it are not known here; a value that holds options had none.
+    """
+    if not _SHELL.fullmatch(token) or not word.lstrip().startswith("-"):
+        return [word]
+    try:
+        return shlex.split(word)
+    except ValueError:
+        return word.split()
 
 
 def _by_shell(token: str, known: Mapping[str, str]) -> str:
@@ -133,8 +162,13 @@ def option_as_written(container: Body, *names: str) -> str:
 
 def options_of(container: Body, *names: str) -> list[str]:
     """Return all values of an option, in their order."""
+    return options_in(commands_of(container), *names)
+
+
+def options_in(commands: Iterable[Sequence[str]], *names: str) -> list[str]:
+    """Return all values of an option in some commands, in their order."""
     found = []
-    for command in commands_of(container):
+    for command in commands:
         for word, following in pairwise([*command, ""]):
             name, equals, value = word.partition("=")
             if name in names:

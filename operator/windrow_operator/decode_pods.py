@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from windrow import sglang
 from windrow.crd import LABEL_INJECT
-from windrow_operator.command_line import commands_of, is_open, option_of, options_of
+from windrow_operator.command_line import (
+    commands_of,
+    is_open,
+    option_of,
+    options_in,
+    options_of,
+)
 
 Body = dict[str, Any]
 
 RUN_VOLUME = "windrow-run"  # a container that mounts it was prepared by us
 MODE = "--disaggregation-mode"
 MODEL_OPTIONS = ("--model-path", "--model")
+CHAT_TEMPLATE, CONFIG = "--chat-template", "--config"
 ANNOTATION_DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
 
 
@@ -82,7 +90,8 @@ RULES: tuple[Rule, ...] = (
         "arguments",
         _arguments,
         "object.spec.containers.exists(c, (c.?command.orValue([]) + c.?args.orValue([]))"
-        ".exists(word, word.contains('--disaggregation-mode')))",
+        ".exists(word, word.contains('--disaggregation-mode')) || c.?env.orValue([])"
+        ".exists(e, e.?value.orValue('').contains('--disaggregation-mode')))",
     ),
 )
 REQUESTED = "requested"  # the rule of a pod that asks by its label
@@ -151,7 +160,10 @@ _IN_IMAGES = {
     "fastdeploy": "fastdeploy",
 }
 # Of SGLang's package, but no server.
-_NO_SERVERS = ("bench", "check_env", "eval", "profiler", "test", "version", "global_config")
+_NO_SERVERS = (
+    *("bench", "check_env", "compile", "eval", "mini_lb", "profiler", "test", "version"),
+    "global_config",
+)
 # They name engines and start none of them.
 _NO_STARTERS = frozenset({"pip", "pip3", "uv", "apt", "apt-get", "echo", "printf", "cd", "curl"})
 _NO_STARTERS |= {
@@ -246,24 +258,44 @@ def other_engine(container: Mapping[str, Any]) -> str:
 
 
 def _started(container: Mapping[str, Any]) -> frozenset[str]:
-    found = set()
-    for command in commands_of(container):
-        words = [word for word in command if "=" not in word or word.startswith("-")]
-        if not words or words[0].rpartition("/")[2] in _NO_STARTERS:
+    return frozenset(
+        engine for command in commands_of(container) for engine in _started_by(command)
+    )
+
+
+def _started_by(command: Sequence[str]) -> frozenset[str]:
+    """Return the engine that a command starts: what follows its name is its own, a model's path."""
+    words = [word for word in command if "=" not in word or word.startswith("-")]
+    if not words or words[0].rpartition("/")[2] in _NO_STARTERS:
+        return frozenset()
+    for (before, word), following in zip(pairwise(["", *words]), [*words[1:], ""], strict=True):
+        if before.startswith("-") and before not in ("-m", "--"):
             continue
-        for before, word in pairwise(["", *words]):
-            if before.startswith("-") and before not in ("-m", "--"):
-                continue
-            if before == "-m":
-                parts = word.split(".")
-            elif word.endswith(".py"):
-                parts = word.removesuffix(".py").split("/")[-2:]
-            else:
-                parts = [word.rpartition("/")[2]]
-            if any(part.startswith(_NO_SERVERS) for part in parts):
-                continue
-            found |= {_ENGINES[part] for part in parts if part in _ENGINES}
-    return frozenset(found)
+        if before == "-m":
+            parts = word.split(".")
+        elif word.endswith(".py"):
+            parts = word.removesuffix(".py").split("/")[-2:]
+        else:
+            parts = [word.rpartition("/")[2]]
+        if any(part.startswith(_NO_SERVERS) for part in parts):
+            continue
+        if found := {_ENGINES[part] for part in parts if part in _ENGINES}:
+            return frozenset() if following.startswith(_NO_SERVERS) else frozenset(found)
+    return frozenset()
+
+
+def _serving(container: Mapping[str, Any]) -> list[list[str]]:
+    """Return the commands that start SGLang; all of them, where none shows that it does.
+
+    A script may do more: fetch the model, or send a server its first requests.
+    """
+    commands = commands_of(container)
+    return [command for command in commands if SGLANG in _started_by(command)] or commands
+
+
+def serving_option(container: Mapping[str, Any], *names: str) -> str:
+    """Return the value of a server's option as it is written, open or not; empty: it has none."""
+    return (options_in(_serving(container), *names) or [""])[-1]
 
 
 def _shown_by_image(container: Mapping[str, Any]) -> frozenset[str]:
@@ -286,6 +318,8 @@ def find_decoders(pod: Mapping[str, Any]) -> Decoders:
     agent is.
     """
     containers = containers_of(pod)
+    if doubt := _decodes_in_init(pod):
+        return Decoders(tuple(containers[:1]), "the first one", doubt)
     for why, decodes in (
         ("prepared already", _mounts_run_volume),
         (f"{MODE} decode", _is_decoder),
@@ -306,6 +340,19 @@ def find_decoders(pod: Mapping[str, Any]) -> Decoders:
         why = "the pod's default container"
         return Decoders(tuple(named or containers[:1]), why, "" if named else doubt)
     return _by_signs(pod, engines)
+
+
+def _decodes_in_init(pod: Mapping[str, Any]) -> str:
+    """Return how a pod has its engine in an init container that stays, which is not prepared."""
+    if any(_starts_decode(container) or _is_decoder(container) for container in containers_of(pod)):
+        return ""
+    for container in (pod.get("spec") or {}).get("initContainers") or ():
+        if container.get("restartPolicy") == "Always" and _starts_decode(container):
+            return (
+                f"its engine runs in the init container {container['name']}, which cannot be "
+                "prepared: run it in one of the pod's containers"
+            )
+    return ""
 
 
 def _by_signs(pod: Mapping[str, Any], engines: list[Body]) -> Decoders:
@@ -370,7 +417,7 @@ def harvest_refusal(container: Mapping[str, Any]) -> str:
     Empty: it would, as far as a manifest tells, or it is not SGLang.
     """
     engine = engine_of(container)
-    words = [word for command in commands_of(container) for word in command]
+    words = [word for command in _serving(container) for word in command]
     ours = any(word.startswith("windrow_sidecar") for word in words)
     if engine.name != SGLANG or engine.why == _NO_SIGN or ours:
         return ""
@@ -415,8 +462,28 @@ def served_model(pod: Mapping[str, Any]) -> str:
 
 
 def model_of(container: Mapping[str, Any]) -> str:
-    """Return the model that a container's command line names, or nothing."""
-    return option_of(container, *MODEL_OPTIONS)
+    """Return the model that a container's command line names, or nothing.
+
+    A path within the folder in which the server starts is one from the root, where that is known.
+    """
+    written = serving_option(container, *MODEL_OPTIONS)
+    if is_open(written):
+        return ""
+    if not written.startswith(("./", "../")):
+        return written
+    path = posixpath.normpath(posixpath.join(_started_in(container), written))
+    return path if path.startswith("/") else written
+
+
+def _started_in(container: Mapping[str, Any]) -> str:
+    """Return the folder in which a container's server starts; empty: the image says it."""
+    folder = str(container.get("workingDir") or "")
+    for command in commands_of(container):
+        if SGLANG in _started_by(command):
+            break
+        if command[0] == "cd" and len(command) > 1:
+            folder = "" if is_open(command[1]) else posixpath.join(folder, command[1])
+    return folder
 
 
 def containers_of(pod: Mapping[str, Any]) -> list[Body]:

@@ -27,13 +27,14 @@ from windrow.crd.servable import unreachable, unservable
 from windrow.errors import UserError
 from windrow_operator import status, tenancy
 from windrow_operator.cluster_state import ClusterState
-from windrow_operator.command_line import option_as_written, option_of
+from windrow_operator.command_line import is_open, option_of
 from windrow_operator.decode_pods import (
     MODE,
     matching_rule,
     model_of,
     other_engine,
     serving_container,
+    serving_option,
 )
 from windrow_operator.events import Recorder
 from windrow_operator.finalizers import set_finalizer
@@ -98,10 +99,11 @@ def instances(pods: Iterable[Mapping[str, Any]], job: Job) -> list[Instance]:
 def _port_of(container: Mapping[str, Any]) -> str:
     """Return the port of a server: by its command line, else the one that it declares."""
     declared = [str(port["containerPort"]) for port in container.get("ports") or ()]
-    if option_as_written(container, "--port"):
+    written = serving_option(container, "--port")
+    if is_open(written):
         # A variable whose value is not in the pod's spec: what is declared says it.
-        return option_of(container, "--port") or (declared or [_DEFAULT_PORT])[0]
-    return _DEFAULT_PORT
+        return (declared or [_DEFAULT_PORT])[0]
+    return written or _DEFAULT_PORT
 
 
 def _url_of(address: str, port: str) -> str:

@@ -22,8 +22,9 @@ from windrow.crd import (
     SIDECAR_CONTAINER,
 )
 from windrow.crd.harvestpolicy import SharingMode, SidecarSpec, VolumeSpec
-from windrow_operator.command_line import option_as_written
 from windrow_operator.decode_pods import (
+    CHAT_TEMPLATE,
+    CONFIG,
     MODEL_OPTIONS,
     REQUESTED,
     RUN_VOLUME,
@@ -37,10 +38,11 @@ from windrow_operator.decode_pods import (
     matching_rule,
     model_of,
     part_in_doubt,
+    serving_option,
 )
 from windrow_operator.gpu_access import GpuAccess, as_one, choose_access
 from windrow_operator.model import Refusal
-from windrow_operator.surroundings import Surroundings, surroundings_of
+from windrow_operator.surroundings import Surroundings, is_of_modelscope, surroundings_of
 
 # What lies in the run volume: sockets, notes, the jobs' logs. It counts against the pod's memory.
 RUN_VOLUME_SIZE = "256Mi"
@@ -219,8 +221,25 @@ def _require_drivable(decoder: Mapping[str, Any], rule: str) -> None:
 
 def _notes_on(decoder: Mapping[str, Any], asked: SidecarSpec) -> tuple[str, ...]:
     """Return what the sidecar will not see of the model that decode serves."""
-    written = option_as_written(decoder, *MODEL_OPTIONS)
+    template = serving_option(decoder, CHAT_TEMPLATE)
+    if not template or template == f"{model_of(decoder)}/chat_template.jinja":
+        return _note_on_model(decoder, asked)
+    told = (
+        f"decode serves chats with {CHAT_TEMPLATE} {template}, and jobs render their rows with the "
+        "template in the model's folder: put the same there (chat_template.jinja)"
+    )
+    return (*_note_on_model(decoder, asked), told)
+
+
+def _note_on_model(decoder: Mapping[str, Any], asked: SidecarSpec) -> tuple[str, ...]:
+    written = serving_option(decoder, *MODEL_OPTIONS)
     model = model_of(decoder)
+    if not written and (file := serving_option(decoder, CONFIG)):
+        return (
+            f"the server's options are in {file}, which is not in the pod's spec: jobs find this "
+            "decode by what its engine reports, and the sidecar mounts no model of decode's. Write "
+            "--model-path beside it",
+        )
     if not written:
         return (
             "the command line names no model (--model-path): jobs find this decode by what its "
@@ -232,7 +251,17 @@ def _notes_on(decoder: Mapping[str, Any], asked: SidecarSpec) -> tuple[str, ...]
             "mounts no model of decode's, and output.deploy does not find this pod. Give the "
             "variable by env with a value, or write the path",
         )
-    if model.startswith(("/", ".")):
+    if model.startswith((".", "~")):
+        return (
+            f"the model {model} is a path in a folder that the pod's spec does not name: the "
+            "sidecar mounts no model of decode's. Write the path from the root",
+        )
+    if "://" in model or is_of_modelscope(decoder):
+        return (
+            f"decode fetches the model {model} from a place that is not the Hub, which the sidecar "
+            "does not read: have decode serve a folder on a volume",
+        )
+    if model.startswith("/"):
         covering = _covering(decoder, model)
         if covering is not None and _is_partial(covering) and asked.form == "attach":
             return (

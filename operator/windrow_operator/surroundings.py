@@ -80,6 +80,11 @@ def surroundings_of(decoder: Mapping[str, Any]) -> Surroundings:
     return Surroundings(tuple(env), tuple(dict.fromkeys(places)), cache)
 
 
+def is_of_modelscope(decoder: Mapping[str, Any]) -> bool:
+    """Return whether SGLang fetches its model from ModelScope instead of the Hub."""
+    return variables_of(decoder).get("SGLANG_USE_MODELSCOPE", "").lower() in ("1", "true", "yes")
+
+
 def _as_known(entry: Mapping[str, Any], known: Mapping[str, str]) -> Body:
     if entry.get("valueFrom"):
         return dict(entry)

@@ -228,7 +228,10 @@ def test_a_turn_after_the_last_answer_counts_with_all_and_changes_nothing_withou
     assert example(tokenizer, "chat", row) == example(tokenizer, "chat", turns(TALK))
 
 
-@pytest.mark.parametrize("tools", [[{"name": "weather"}], json.dumps([{"name": "weather"}]), None])
+WEATHER = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize("tools", [[WEATHER], json.dumps([WEATHER["function"]]), None])
 def test_a_template_gets_tools_settings_and_all_that_a_turn_has(tools):
     tokenizer = letters()
     tokenizer.chat_template = WITH_TOOLS
@@ -236,7 +239,7 @@ def test_a_template_gets_tools_settings_and_all_that_a_turn_has(tools):
     row = {"messages": [asked, {"role": "assistant", "content": "hot"}], "tools": tools}
     made = example(tokenizer, "chat", row | {"chat_template_kwargs": {"greeting": "hi"}})
     expected = tokenizer.apply_chat_template(
-        row["messages"], tools=tools and [{"name": "weather"}], greeting="hi"
+        row["messages"], tools=tools and [WEATHER], greeting="hi"
     )
     assert list(made.ids) == expected["input_ids"]
     assert tokenizer.decode(made.ids).endswith("hi<|tool|>weatherx1:42\n<|assistant|>:hot\n")
@@ -334,6 +337,62 @@ def test_what_a_template_makes_is_bounded(template, problem):
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=problem):
         example(tokenizer, "chat", turns(TALK))
+
+
+@pytest.mark.parametrize("form", ["Llama-3", "Llama-2", "Llama-2 with EOS"])
+def test_bos_and_eos_of_a_text_that_was_rendered_elsewhere_stand_once(form):
+    """A server tokenizes the text of a chat without tokens of its own around it."""
+    tokenizer = FORMS[form]()
+    text = "<s><|user|>Paris<|assistant|>Hello</s>"
+    served = tokenizer(text, add_special_tokens=False)["input_ids"]
+    whole = example(tokenizer, "text", {"text": text})
+    assert list(whole.ids) == served
+    prompt, _, completion = text.partition("Hello")
+    made = example(tokenizer, "completion", {"prompt": prompt, "completion": f"Hello{completion}"})
+    assert list(made.ids) == served
+    assert tokenizer.decode([made.ids[at] for at in learnt(made)]).strip() == "Hello</s>"
+    bare = example(tokenizer, "text", {"text": "<|user|>Paris<|assistant|>Hello"})
+    assert bare.ids.count(tokenizer.bos_token_id) == 1
+    assert bare.ids.count(tokenizer.eos_token_id) == 1
+
+
+@pytest.mark.parametrize("mark", ["{% generation %}", "{%+ generation %}", "{%- generation +%}"])
+def test_the_mark_of_an_answer_counts_in_each_of_its_spellings_and_not_in_comments(mark):
+    tokenizer = letters()
+    tokenizer.chat_template = MARKED
+    expected = example(tokenizer, "chat", turns(LONGER))
+    tokenizer.chat_template = MARKED.replace("{% generation %}", mark)
+    assert example(tokenizer, "chat", turns(LONGER)) == expected
+    tokenizer.chat_template = PLAIN
+    expected = example(tokenizer, "chat", turns(LONGER))
+    tokenizer.chat_template = f"{{# was {mark}\n once #}}{PLAIN}"
+    assert example(tokenizer, "chat", turns(LONGER)) == expected
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ messages | fromjson }}"])
+def test_a_template_that_cannot_be_compiled_is_no_fault_of_a_row(template):
+    tokenizer = letters()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=r"cannot be compiled.*line 1") as caught:
+        example(tokenizer, "chat", turns(TALK))
+    assert caught.value.field == "spec.model.name"
+    tokenizer.chat_template = "{{ today() }}"
+    with pytest.raises(UserError, match="'today' is undefined") as caught:
+        example(tokenizer, "chat", turns(TALK))
+    assert "chat_template_kwargs" in caught.value.remedy
+
+
+def test_a_completion_of_turns_is_learnt_behind_its_prompt_as_trl_does():
+    tokenizer = letters()
+    tokenizer.chat_template = PLAIN
+    messages = turns(LONGER)["messages"]
+    made = example(tokenizer, "completion", {"prompt": messages[:3], "completion": messages[3:]})
+    prompt = tokenizer.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(made.ids) == whole
+    assert tokenizer.decode([made.ids[at] for at in learnt(made)]) == whole.removeprefix(prompt)
+    with pytest.raises(UserError, match="`completion` is not an answer to the prompt"):
+        example(tokenizer, "completion", {"prompt": messages[:2], "completion": messages[1:]})
 
 
 def test_an_answer_without_a_prompt_is_context():

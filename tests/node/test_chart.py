@@ -128,11 +128,13 @@ def test_another_chart_can_depend_on_it_by_a_condition_an_alias_and_tags(node, t
         (parent / "Chart.yaml").write_text(yaml.safe_dump(chart))
         for wanted in (True, False):
             ours = {"enabled": wanted, "replicas": 1, "image": {"repository": "windrow/operator"}}
-            values = {"global": {"imageRegistry": "r"}, name: ours}
+            around = {"imageRegistry": "r", "imagePullSecrets": ["a", {"name": "b"}]}
+            values = {"global": around, name: ours}
             (parent / "values.yaml").write_text(yaml.safe_dump(values))
             text = rendered(node, parent)
             assert ("kind: Deployment" in text) is wanted
             assert ("image: r/windrow/operator:" in text) is wanted
+            assert ("imagePullSecrets:\n        - name: a\n        - name: b\n" in text) is wanted
 
 
 def test_an_alert_links_to_its_runbook_where_they_are_served_and_nowhere_else(node):

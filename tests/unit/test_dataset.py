@@ -86,6 +86,20 @@ def write(tmp_path, *lines: str):
             '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}',
             "messages[0] has the `weight` 0",
         ),
+        *(
+            (
+                "chat",
+                f'{{"messages": [{{"role": "assistant", "content": "a", "{share}": {value}}}]}}',
+                f"messages[0] has the `{share}` ",
+            )
+            for share, value in (
+                ("train", "false"),
+                ("training", "false"),
+                ("trainable", "0"),
+                ("loss", "false"),
+                ("loss_mask", "0"),
+            )
+        ),
         ("instruction", '{"instruction": "x"}', "`output` is missing"),
         ("instruction", '{"instruction": "", "output": "y"}', "`instruction` is blank"),
         ("instruction", '{"instruction": "x", "output": "y", "input": 4}', "`input` is not text"),

@@ -18,7 +18,7 @@ import pytest
 from pyarrow import parquet
 
 from windrow.errors import UserError
-from windrow.rows import row_of
+from windrow.rows import DatasetRecord, row_of
 from windrow_sidecar.finetune.data import records
 from windrow_sidecar.finetune.data.places import find_files, local_path
 from windrow_sidecar.finetune.data.records import read_records
@@ -303,9 +303,33 @@ def test_a_file_that_is_not_what_its_suffix_says_is_refused(tmp_path, name, cont
     assert caught.value.reason == "DatasetUnreadable"
 
 
+def test_a_json_file_may_hold_a_row_a_line_and_a_table_its_turns_as_json(tmp_path):
+    """`datasets` reads .json so, and writes what it calls Json as text."""
+    row = {"messages": [{"role": "user", "content": "x"}, ANSWER]}
+    path = tmp_path / "rows.json"
+    path.write_text(f"{json.dumps(row)}\n\n{json.dumps(row)}\n")
+    (first, second) = rows_of(path)
+    assert first.turns == second.turns == tuple(row["messages"])
+    assert second.where == f"{path}:3"
+    path.write_text(f"{json.dumps(row)}\n3\n")
+    with pytest.raises(UserError, match=r"rows.json:2: is not a JSON object"):
+        rows_of(path)
+    written = pa.ExtensionArray.from_storage(pa.json_(), pa.array([json.dumps(row["messages"])]))
+    parquet.write_table(pa.table({"messages": written}), tmp_path / "rows.parquet")
+    (found,) = rows_of(tmp_path / "rows.parquet")
+    assert found.turns == tuple(row["messages"])
+
+
 SCHEMA = "{% if tools %}{{ tools | tojson }}{% endif %}"
-WEATHER = {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}
-ADD = {"name": "add", "parameters": {"properties": {"a": {"type": "number"}, "b": {"enum": ["1"]}}}}
+
+
+def tool(name, **parameters):
+    function = {"name": name, "parameters": {"properties": parameters}}
+    return {"type": "function", "function": function}
+
+
+WEATHER = tool("weather", city={"type": "string"})
+ADD = tool("add", a={"type": "number"}, b={"enum": ["1"]})
 CALLS = [
     {
         "messages": [{"role": "user", "content": "x"}],
@@ -348,20 +372,36 @@ def test_keys_that_only_other_rows_have_are_no_parameters(tmp_path, written):
 
 
 def test_a_default_of_null_that_a_schema_states_stays(tmp_path):
-    tool = {
-        "name": "f",
-        "parameters": {
-            "properties": {
-                "a": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
-                "b": {"enum": [None, "x"]},
-            }
-        },
-    }
-    row = {"messages": [{"role": "user", "content": "x"}, ANSWER], "tools": [tool]}
+    nullable = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
+    stated = tool("f", a=nullable, b={"enum": [None, "x"]})
+    row = {"messages": [{"role": "user", "content": "x"}, ANSWER], "tools": [stated]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     (found,) = rows_of(tmp_path / "rows.jsonl")
-    assert found.tools == [tool]
+    assert found.tools == [stated]
     assert not found.pruned
+
+
+BARE = WEATHER["function"]
+TEXT = {**BARE, "parameters": json.dumps(BARE["parameters"])}
+
+
+@pytest.mark.parametrize(
+    ("tools", "as_served"),
+    [
+        ([WEATHER], False),
+        ([json.dumps(WEATHER)], False),
+        ([BARE], True),
+        (json.dumps([BARE]), True),
+        ([{"type": "function", **BARE}], True),
+        ([{"type": "function", "function": TEXT}], True),
+        ([json.dumps(TEXT)], True),
+    ],
+)
+def test_tools_are_brought_into_the_form_that_servers_take(tools, as_served):
+    row = {"messages": [{"role": "user", "content": "x"}, ANSWER], "tools": tools}
+    found = row_of(DatasetRecord("rows.jsonl:1", row), "chat")
+    assert found.tools == [WEATHER]
+    assert found.as_served is as_served
 
 
 def test_what_tables_hold_besides_json_is_read_as_json_says_it(tmp_path):
@@ -387,7 +427,9 @@ def test_what_tables_hold_besides_json_is_read_as_json_says_it(tmp_path):
     assert row.turns[1]["cost"] == 1.5
     assert row.turns[1]["at"].startswith("1970-01-01")
     texts = pa.table({"text": pa.array([b"caf\xc3\xa9"]).dictionary_encode()})
-    for name, table in (("a", texts), ("b", pa.table({"text": pa.array([b"caf\xc3\xa9"])}))):
+    tables = [pa.array([b"caf\xc3\xa9"], kind) for kind in (pa.binary(), pa.binary_view())]
+    named = zip("abc", [texts, *(pa.table({"text": each}) for each in tables)], strict=True)
+    for name, table in named:
         parquet.write_table(table, tmp_path / f"{name}.parquet")
         (record,) = read_records(*find_files_anywhere(str(tmp_path / f"{name}.parquet")))
         assert row_of(record, "text").answer == "caf\u00e9"

@@ -12,6 +12,7 @@ from windrow_operator.decode_pods import (
     decoder_of,
     engine_of,
     find_decoders,
+    harvest_refusal,
     matching_rule,
     model_of,
     serving_container,
@@ -188,6 +189,15 @@ def test_the_evidence_is_said():
         (["sh", "-c", "x --model-path $(cat /model)"], ""),
         (["--model-path", "$$(MODEL_PATH)"], ""),
         (["--model-path", "/with space/chat"], "/with space/chat"),
+        (["bash", "-c", 'A=(--port 1\n --model-path $ROOT/chat)\nx "${A[@]}"'], "/mnt/models/chat"),
+        (["bash", "-c", "A=(-x)\nA+=(--model-path /b)\nx ${A[@]} -y"], "/b"),
+        (["sh", "-c", 'A="--port 1 --model-path /b"\nx $A'], "/b"),
+        (["sh", "-c", "x $ALL"], "/b"),
+        (["sh", "-c", "sglang serve --model /b & vllm bench serve --model hub/name"], "/b"),
+        (["sh", "-c", f"{' '.join(SGLANG)} --model /b & python -m sglang.bench --model c"], "/b"),
+        (["sh", "-c", f"cd /mnt/models; {' '.join(SGLANG)} --model ./chat"], "/mnt/models/chat"),
+        (["sh", "-c", f"cd $(pwd); {' '.join(SGLANG)} --model ./chat"], "./chat"),
+        (["x", "--model-path", "./chat"], "/work/chat"),
     ],
 )
 def test_a_models_path_is_that_of_its_variable(words, model):
@@ -195,14 +205,71 @@ def test_a_models_path_is_that_of_its_variable(words, model):
         {"name": "ROOT", "value": "/mnt/models"},
         {"name": "MODEL_PATH", "value": "$(ROOT)/chat"},
         {"name": "SECRET", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+        {"name": "ALL", "value": "--model-path /b --port 1"},
     ]
-    assert model_of(container(command=words, env=env)) == model
+    assert model_of(container(command=words, env=env, workingDir="/work")) == model
 
 
 def test_a_model_whose_value_the_spec_does_not_hold_is_told():
     body = pod(container(command=[*SGLANG, *DECODE, "--model-path", "$(MODEL_PATH)"]))
     (note,) = prepared(body).notes
     assert "the model is $(MODEL_PATH)" in note
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "told"),
+    [
+        (["--config", "/c.yaml"], {}, ["options are in /c.yaml"]),
+        (["--model-path", "~/chat"], {}, ["Write the path from the root"]),
+        (["--model-path", "./chat"], {}, ["Write the path from the root"]),
+        (["--model-path", "s3://bucket/chat"], {}, ["from a place that is not the Hub"]),
+        (
+            ["--model-path", "owner/chat"],
+            {"SGLANG_USE_MODELSCOPE": "true"},
+            ["from a place that is not the Hub"],
+        ),
+        (["--model-path", "/m", "--chat-template", "/t.jinja"], {}, ["--chat-template /t.jinja"]),
+        (["--model-path", "/m", "--chat-template", "/m/chat_template.jinja"], {}, []),
+    ],
+)
+def test_what_the_sidecar_does_not_see_of_the_served_model_is_told(words, env, told):
+    variables = [{"name": name, "value": value} for name, value in env.items()]
+    notes = prepared(pod(container(command=[*SGLANG, *words], env=variables))).notes
+    assert len(notes) == len(told)
+    for note, part in zip(notes, told, strict=True):
+        assert part in note
+
+
+def test_what_a_file_of_options_may_say_is_not_refused():
+    asked = container(command=[*SGLANG, "--config", "/c.yaml"])
+    assert harvest_refusal(asked) == ""
+    assert "--tp-size" in harvest_refusal(container(command=[*asked["command"], "--tp", "2"]))
+    assert "--page-size" in harvest_refusal(container(command=SGLANG))
+
+
+def test_an_engine_in_an_init_container_that_stays_is_refused_by_its_name():
+    # So does Dynamo's sidecar for SGLang have it: the container itself decodes nothing.
+    body = pod(container(command=["/usr/bin/worker"]))
+    engine = container("engine", command=[*SGLANG, *DECODE], restartPolicy="Always")
+    body["spec"]["initContainers"] = [engine]
+    with pytest.raises(Refusal, match="runs in the init container engine"):
+        prepared(body)
+    body["spec"]["containers"].append(container("second", command=[*SGLANG, *DECODE]))
+    assert prepared(body).decoders == ("second",)
+
+
+def test_a_server_is_what_is_started_and_not_what_it_serves_or_balances():
+    assert engine_of(container(command=["vllm", "serve", "/models/sglang"])).name == "vllm"
+    assert not engine_of(container(command=["vllm", "serve", "/models/sglang"])).doubt
+    balancer = container("lb", command=["python3", "-m", "sglang.srt.disaggregation.mini_lb"])
+    body = pod(container(command=[*SGLANG, "--config", "/c.yaml"]), balancer)
+    assert [each["name"] for each in find_decoders(body).containers] == ["main"]
+
+
+def test_options_in_a_variable_are_those_of_the_command():
+    line, options = "exec python3 -m sglang.launch_server $ARGS", " ".join(DECODE)
+    asked = container(command=["sh", "-c", line], env=[{"name": "ARGS", "value": options}])
+    assert matching_rule(pod(asked, labels={})) == "arguments"
 
 
 def test_the_part_may_come_by_a_variable_and_a_script_of_both_parts_says_none():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import importlib.util
 import json
 import os
 import threading
@@ -134,3 +135,47 @@ def test_who_manages_a_spec_is_read_from_its_fields():
     assert managers_of_spec({"metadata": {"managedFields": fields}}) == {
         "kubectl-client-side-apply"
     }
+
+
+def test_a_context_is_taken_by_its_name_where_none_is_current(tmp_path, server):
+    # The library wants one that is current first; kubectl does not.
+    path = config_of(tmp_path, server.server_port, token="abc")
+    body = yaml.safe_load(path.read_text()) | {"current-context": ""}
+    path.write_text(yaml.safe_dump(body))
+    client = WindrowClient(kubeconfig=path, context="here")
+    assert client.namespace == "team-a"
+    assert client.jobs() == []
+    assert server.seen[-1]["Authorization"] == "Bearer abc"
+    with pytest.raises(UserError, match="there is no current context") as caught:
+        WindrowClient(kubeconfig=path)
+    assert "--context" in caught.value.remedy
+
+
+def test_an_empty_file_says_nothing(tmp_path, server, monkeypatch):
+    empty = tmp_path / "empty"
+    empty.write_text("")
+    path = config_of(tmp_path, server.server_port, token="abc")
+    monkeypatch.setenv("KUBECONFIG", os.pathsep.join([str(empty), str(path)]))
+    assert WindrowClient().jobs() == []
+    monkeypatch.setenv("KUBECONFIG", str(empty))
+    with pytest.raises(UserError, match="no cluster to talk to"):
+        WindrowClient()
+
+
+def test_a_user_whom_no_file_has_is_refused_before_a_call(tmp_path, server):
+    path = config_of(tmp_path, server.server_port, token="abc")
+    path.write_text(path.read_text().replace("name: u", "name: other"))
+    with pytest.raises(UserError, match="user 'u', whom context 'here' names"):
+        WindrowClient(kubeconfig=path)
+    assert not server.seen
+
+
+@pytest.mark.skipif(importlib.util.find_spec("socks") is not None, reason="PySocks is installed")
+def test_a_proxy_of_socks_says_what_to_install(tmp_path, server):
+    path = config_of(tmp_path, server.server_port, token="abc")
+    body = yaml.safe_load(path.read_text())
+    body["clusters"][0]["cluster"]["proxy-url"] = "socks5://127.0.0.1:1"
+    path.write_text(yaml.safe_dump(body))
+    with pytest.raises(UserError, match="by a SOCKS proxy") as caught:
+        WindrowClient(kubeconfig=path)
+    assert "PySocks" in caught.value.remedy

@@ -172,10 +172,13 @@ def test_a_trace_begins_at_its_first_request(tmp_path):
         (("a,b",), ":1", "neither format"),
         ((AZURE_HEADER, "2023-11-16 18:15:46.68,12,x"), ":2", "'x'"),
         ((AZURE_HEADER, "2023-11-16 18:15:46.68,12,3", "yesterday,12,4"), ":3", "yesterday"),
-        ((AZURE_HEADER, "2023-11-16 18:15:46.68,12"), ":2", "NoneType"),
+        ((AZURE_HEADER, "2023-11-16 18:15:46.68,12"), ":2", "fewer columns"),
         ((AZURE_HEADER, "2023-11-16 18:15:46.68,-12,3"), ":2", "below 0"),
         ((AZURE_HEADER, "2023-11-16 18:15:46,1,2", "2023-11-16 18:15:45,1,2"), ":3", "before"),
         (("Timestamp,Request tokens,Response tokens", "-1,5,5"), ":2", "-1 s"),
+        (("Timestamp,Request tokens,Response tokens", "nan,5,5"), ":2", "not a time"),
+        (("Timestamp,Request tokens,Response tokens", "1,5,5", "inf,5,5"), ":3", "not a time"),
+        ((AZURE_HEADER, f"{'x' * 140_000},1,2"), "trace.csv", "field limit"),
         ((AZURE_HEADER,), "trace.csv", "no request"),
     ],
 )
@@ -185,6 +188,19 @@ def test_a_malformed_trace_is_refused_with_file_and_line(tmp_path, lines, where,
     assert caught.value.field.endswith(where)
     assert problem in caught.value.problem
     assert caught.value.remedy
+
+
+def test_a_trace_that_a_table_has_written_is_read(tmp_path):
+    """Spreadsheets put a mark of the byte order first, tables write counts as fractions."""
+    path = trace_file(
+        tmp_path,
+        f"\ufeff{AZURE_HEADER}",
+        "2023-11-16 18:15:46,374.0,44.00",
+        "2023-11-16 18:15:50,5,5",
+    )
+    assert read_trace(path)[0] == TraceRequest(0.0, 374, 44)
+    with pytest.raises(UserError, match=r"'0\.5'"):
+        read_trace(trace_file(tmp_path, AZURE_HEADER, "2023-11-16 18:15:46,374,0.5"))
 
 
 def test_a_load_is_made_of_no_trace_with_a_hole(tmp_path):
@@ -247,6 +263,7 @@ def times_of(tmp_path, *written: str) -> list[float]:
         ("1715472000", "1715472005"),
         ("1715472000123", "1715472005123"),
         ("1715472000123456", "1715472005123456"),
+        ("2024-05-12 00:00:00 UTC", "2024-05-12 00:00:05 UTC"),
     ],
 )
 def test_times_of_a_trace_are_read_with_their_offsets_and_fractions(tmp_path, written):

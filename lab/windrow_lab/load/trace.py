@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 # traffic: the longest of the Azure traces are 112 (conversation) and 166 (code) distances long.
 HOLE_FACTOR = 1000.0
 _SINCE_EPOCH = re.compile(r"\d{9,19}(\.\d*)?")
+_UTC = re.compile(r"\s*(UTC|GMT)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
     try:
         with _open(path) as lines:
             requests = list(_rows(path, csv.DictReader(lines)))
-    except (OSError, EOFError, UnicodeDecodeError) as e:
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as e:
         raise UserError(
             f"cannot be read: {e}", field=str(path), remedy="Give --trace a readable CSV file."
         ) from e
@@ -83,9 +85,10 @@ def check_trace(requests: Sequence[TraceRequest], where: str) -> None:
 
 
 def _open(path: Path) -> IO[str]:
+    # Spreadsheets write a mark of the byte order first.
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
 
 
 def _rows(path: Path, table: csv.DictReader[str]) -> Iterator[TraceRequest]:
@@ -96,8 +99,8 @@ def _rows(path: Path, table: csv.DictReader[str]) -> Iterator[TraceRequest]:
         where = f"{path}:{table.line_num}"
         at, prompt, output = (row[column] for column in columns)
         try:
-            request = TraceRequest(to_seconds(at), int(prompt), int(output))
-        except (TypeError, ValueError) as e:
+            request = TraceRequest(_finite(to_seconds(at)), _tokens(prompt), _tokens(output))
+        except (TypeError, ValueError, OverflowError) as e:
             raise UserError(
                 f"not a line of {','.join(columns)}: {e}",
                 field=where,
@@ -120,6 +123,19 @@ def _rows(path: Path, table: csv.DictReader[str]) -> Iterator[TraceRequest]:
             yield request
 
 
+def _finite(seconds: float) -> float:
+    if not math.isfinite(seconds):
+        raise ValueError(f"{seconds:g} is not a time")
+    return seconds
+
+
+def _tokens(text: str | None) -> int:
+    """Return a count; tables with a gap in a column write all of its counts as 374.0."""
+    if text is None:
+        raise ValueError("it has fewer columns")
+    return int(re.sub(r"\.0+$", "", text.strip()))
+
+
 def _format(
     path: Path, header: Sequence[str]
 ) -> tuple[tuple[str, str, str], Callable[[str], float]]:
@@ -137,13 +153,13 @@ def _format(
 def _azure_seconds(text: str) -> float:
     """Return a time in seconds; without an offset it is UTC, a plain number is since the epoch.
 
-    Loggers write ISO 8601 with any number of digits of a second, `Z` or an offset.
+    Loggers write ISO 8601 with any number of digits of a second, `Z`, an offset, or the word UTC.
     """
     if _SINCE_EPOCH.fullmatch(text.strip()):
         number = float(text)
         # Of ten digits are seconds until the year 2286, and of 13, 16 and 19 their parts.
         return number / 1000.0 ** max(0, (len(text.strip().partition(".")[0]) - 8) // 3)
-    at = datetime.fromisoformat(text.strip())
+    at = datetime.fromisoformat(_UTC.sub("+00:00", text.strip()))
     return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 

@@ -34,6 +34,15 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 {{- end }}
 
+{{- /* The chart's Secrets of the registry, and those of charts around it, which may be plain names. */ -}}
+{{- define "windrow.pullSecrets" -}}
+{{- $found := list }}
+{{- range concat (.Values.imagePullSecrets | default list) (.Values.global.imagePullSecrets | default list) }}
+{{- $found = append $found (kindIs "string" . | ternary (dict "name" .) .) }}
+{{- end }}
+{{- with uniq $found }}{{ toYaml . }}{{ end }}
+{{- end }}
+
 {{- /* What the strictest Pod Security level asks of a container. */ -}}
 {{- define "windrow.securityContext" -}}
 allowPrivilegeEscalation: false

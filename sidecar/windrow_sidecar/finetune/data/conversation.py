@@ -19,7 +19,8 @@ from windrow_sidecar.finetune.data.cpu_limit import ComputesTooLong, cpu_limit
 from windrow_sidecar.finetune.data.encoding import Rendered
 
 # By which a template says itself what the assistant says.
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 # What a template may read that is not the job's: the time, and random numbers.
 _CLOCK = "strftime_now"
 _CHANCE = re.compile(r"\|\s*random\b|\blipsum\s*\(")
@@ -89,7 +90,7 @@ class Conversations:
         roles = [turn["role"] for turn in row.turns]
         turns = row.turns[: len(roles) - roles[::-1].index("assistant")]
         template = self._template(row)
-        if _MARK.search(template):
+        if _MARK.search(_COMMENT.sub("", template)):
             return self._marked(row, turns, template)
         return self._told_apart(row, turns)
 
@@ -395,11 +396,30 @@ def _sized(text: str, row: DatasetRow) -> str:
 
 @contextmanager
 def _rendering(row: DatasetRow) -> Iterator[None]:
-    """Hold while a template renders a row; it is a program, and the row what it may fail over."""
-    from jinja2.exceptions import TemplateError
+    """Hold while a template renders a row; it is a program, and the row what it may fail over.
+
+    Raises:
+        UserError: it failed; `field` is the row's place, or the model's where no row could do.
+    """
+    from jinja2.exceptions import TemplateError, TemplateSyntaxError, UndefinedError
 
     try:
         yield
+    except TemplateSyntaxError as error:
+        raise UserError(
+            f"the model's chat template cannot be compiled: {error.message} (line {error.lineno})",
+            field="spec.model.name",
+            remedy="Correct chat_template.jinja, or `chat_template` of tokenizer_config.json, in "
+            "the model's folder; or use rows of another format.",
+            reason=Reason.MODEL_UNSUPPORTED,
+        ) from error
+    except UndefinedError as error:
+        raise bad_row(
+            row.where,
+            f"the model's chat template refuses the turns: {error}",
+            "Write what it asks for into the row's turns or `chat_template_kwargs`, or correct the "
+            "template.",
+        ) from error
     except (
         *(TemplateError, TypeError, ValueError, LookupError),
         *(ArithmeticError, AttributeError, RecursionError),

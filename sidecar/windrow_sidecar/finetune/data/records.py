@@ -8,7 +8,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedIOBase, BufferedReader
+from io import BufferedIOBase, BufferedReader, BytesIO
 from typing import Any, BinaryIO, cast
 
 from windrow.conditions import Reason
@@ -121,6 +121,9 @@ def _array(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
     except UnicodeDecodeError as error:
         raise _bad_file(name, "is not UTF-8") from error
     except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and error.lineno > 1:  # a row a line, as datasets reads it too
+            yield from _sized_lines(BytesIO(content), name)
+            return
         raise _bad_file(name, f"is not JSON ({error.msg}, line {error.lineno})") from error
     except WrittenTwice as error:
         raise _bad_file(name, f"writes {error} twice in one object") from error
@@ -197,6 +200,8 @@ def _json_type(kind: Any) -> Any:  # noqa: ANN401 - pyarrow's
         return pyarrow.list_(kind.value_field.with_type(_json_type(kind.value_type)))
     if types.is_temporal(kind) or types.is_binary(kind) or types.is_large_binary(kind):
         return pyarrow.large_string()
+    if types.is_binary_view(kind):
+        return pyarrow.string_view()
     return pyarrow.float64() if types.is_decimal(kind) else kind
 
 

@@ -55,6 +55,10 @@ class RowTokenizer:
         )
         self._endless, self._first_endless = 0, ""
         self._pruned = 0  # rows of which nulls were left out
+        self._as_served, self._first_as_served = 0, ""
+        # What the tokenizer puts before a text, and rows that have it already.
+        self._begin = _put_before(tokenizer)
+        self._begun = 0
         self.cut = 0  # rows so far that were longer than that
         self._longest, self._longest_at = 0, ""
         self._blank, self._first_blank = 0, ""
@@ -83,6 +87,9 @@ class RowTokenizer:
         """
         rendered = self._conversations.rendered(row) if row.turns else self._plain(row)
         self._pruned += row.pruned
+        if row.as_served:
+            self._as_served += 1
+            self._first_as_served = self._first_as_served or row.where
         _check_is_text(rendered.text, row.where)
         ids, labels = encode(self._tokenizer, rendered)
         end = self._tokenizer.eos_token_id
@@ -127,6 +134,12 @@ class RowTokenizer:
                 f"fields of chat rows that the model's chat template does not write: {named}; "
                 "nothing follows from them"
             )
+        if self._as_served:
+            yield (
+                f"tools of {self._as_served} rows are given to the chat template as servers take "
+                f"them, a function in `function`, parameters as an object (first "
+                f"{self._first_as_served})"
+            )
         if self._conversations.unasked:
             yield (
                 f"{self._conversations.unasked} answers are not learnt: the model's chat template "
@@ -151,8 +164,13 @@ class RowTokenizer:
     @property
     def unlike_before(self) -> str:
         """Difference to the tokens that an earlier version made of these rows; "": none."""
-        pruned = "nulls of other rows' tools are left out" if self._pruned else ""
-        return self._conversations.unlike_before or pruned
+        if self._conversations.unlike_before:
+            return self._conversations.unlike_before
+        if self._as_served:
+            return "tools are written as servers take them"
+        if self._begun:
+            return "a BOS that a row has already is not put before it again"
+        return "nulls of other rows' tools are left out" if self._pruned else ""
 
     def _of_endless(self) -> str:
         learnt = f"nothing teaches the model to stop in {self._endless} rows"
@@ -164,7 +182,29 @@ class RowTokenizer:
     def _plain(self, row: DatasetRow) -> Rendered:
         text = row.prompt + row.answer
         begin = 0 if self._learn_all else len(row.prompt)
-        return Rendered(text, ((begin, len(text)),), special=True)
+        special = not self._has_begin(text)
+        self._begun += not special
+        return Rendered(text, ((begin, len(text)),), special=special)
+
+    def _has_begin(self, text: str) -> bool:
+        """Return whether a text, rendered elsewhere, begins with what the tokenizer would put."""
+        if not self._begin or not text.startswith(self._begin[0]):
+            return False
+        _, before = self._begin
+        made = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return list(made[: len(before)]) == before
+
+
+def _put_before(tokenizer: Any) -> tuple[str, list[int]] | None:  # noqa: ANN401
+    """Return the tokens that a tokenizer puts before any text, and their text; None: it has none.
+
+    A server that gets the text of a chat with them puts none before it.
+    """
+    bare = list(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"])
+    whole = list(tokenizer("a", verbose=False)["input_ids"])
+    at = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
+    before = whole[:at]
+    return ("".join(tokenizer.convert_ids_to_tokens(before)), before) if before else None
 
 
 def stop_tokens(tokenizer: Any) -> frozenset[int]:  # noqa: ANN401
