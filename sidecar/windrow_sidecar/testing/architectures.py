@@ -22,6 +22,10 @@ _COMMON: dict[str, Any] = {
 }
 # Windows shorter than the rows, so that they matter; layers of both kinds where there are two.
 _SLIDING: dict[str, Any] = {"sliding_window": 12}
+_TWO_KINDS: dict[str, Any] = {
+    **_SLIDING,
+    "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+}
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True},
@@ -29,7 +33,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3": {},
     "Mistral": _SLIDING,
     "Gemma2": _SLIDING,
-    "Gemma3Text": {**_SLIDING, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    "Gemma3Text": _TWO_KINDS,
     "Phi3": {},
     "Olmo2": {},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "num_key_value_heads": 4},
@@ -59,6 +63,17 @@ FURTHER: dict[str, dict[str, Any]] = {
     "GPTNeoX": {"num_key_value_heads": 4},
     "Bloom": {"n_layer": 3, "n_head": 4},
     "Mpt": {"d_model": 32, "n_layers": 3, "n_heads": 4},
+    "Gemma4Text": {
+        **_TWO_KINDS,
+        **{"global_head_dim": 16, "num_kv_shared_layers": 0},
+        **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 96},
+    },
+    "GptOss": {
+        **_SLIDING,
+        **_EXPERTS,
+        "num_local_experts": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "Starcoder2": {"embedding_dropout": 0.2},
     "Phi": {"embd_pdrop": 0.2},
 }
