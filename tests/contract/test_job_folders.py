@@ -318,7 +318,7 @@ def test_an_adapter_that_is_uploaded_by_half_is_none(bucket, tmp_path, n):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, "credentials that may"),
+        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, "Correct AWS_ACCESS_KEY_ID"),
         ({"bucket": "s3://nobody/out"}, "Name a bucket that there is"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from windrow_sidecar.finetune.data.places import failed
 from windrow_sidecar.finetune.data.remote import Credentials, answers_later, storage_options
 
 pytest.importorskip("botocore")
@@ -87,3 +88,31 @@ def test_a_store_that_says_that_it_cannot_is_not_asked_again(status, later):
     error = OSError("no")
     error.response = {"ResponseMetadata": {"HTTPStatusCode": status}}
     assert answers_later(error) is later
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "remedy"),
+    [
+        ("PermanentRedirect", 301, "region"),
+        ("301", 301, "region"),  # of a HEAD, which has no body
+        ("AuthorizationHeaderMalformed", 400, "region"),
+        ("ExpiredToken", 400, "AWS_SESSION_TOKEN"),
+        ("400", 400, "AWS_SESSION_TOKEN"),
+        ("InvalidAccessKeyId", 403, "of this store"),
+        ("RequestTimeTooSkewed", 403, "clock"),
+        ("AccessDenied", 403, "list, read"),
+        ("InvalidObjectState", 403, "archive"),
+        ("NoSuchBucket", 404, "s3://bucket/key"),
+    ],
+)
+def test_what_a_store_refuses_says_what_to_do_about_it(code, status, remedy):
+    exceptions = pytest.importorskip("botocore.exceptions")
+    answer = {
+        "Error": {"Code": code, "Message": "refused"},
+        "ResponseMetadata": {"HTTPStatusCode": status},
+    }
+    error = OSError("refused")  # as s3fs raises it
+    error.__cause__ = exceptions.ClientError(answer, "HeadObject")
+    found = failed("s3://bucket/rows.jsonl", error)
+    assert found.reason == "DatasetUnreadable"
+    assert remedy in found.remedy

@@ -21,6 +21,7 @@ from windrow_sidecar.finetune.data.remote import (
     answers_later,
     is_of_client,
     lacks_credentials,
+    remedy_of,
     storage_options,
 )
 from windrow_sidecar.finetune.data.source_access import NO_ACCESS, UNCONFINED, SourceAccess
@@ -183,7 +184,8 @@ def unreadable(source: str, error: Exception) -> UserError:
         "Name a Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
         "spec.dataset.secretRef, or give the sidecar a role."
         if lacks_credentials(error)
-        else "Name a file or directory on a volume that the decode pods mount, s3://bucket/key, or "
+        else remedy_of(error)
+        or "Name a file or directory on a volume that the decode pods mount, s3://bucket/key, or "
         "a dataset of the Hub (owner/name)."
     )
     return UserError(

@@ -32,6 +32,28 @@ _NEEDED = {
 _AMAZON = ("amazonaws.com", "amazonaws.com.cn")
 # OSS, COS and TOS, which refuse the bucket in the path.
 _BY_HOST_ALONE = ("aliyuncs.com", "myqcloud.com", "volces.com")
+_REGION = (
+    "Give the bucket's region by AWS_REGION in the Secret, and with an endpoint that of the region."
+)
+_KEYS = "Correct AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: they have to be of this store."
+_TOKEN = "Write fresh credentials into the Secret, with their AWS_SESSION_TOKEN, or give a role."
+# What to do about a store's answer, by its code; to a HEAD it is the status.
+_REMEDIES = {
+    **dict.fromkeys(("PermanentRedirect", "TemporaryRedirect", "301", "307"), _REGION),
+    **dict.fromkeys(
+        ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException"), _REGION
+    ),
+    **dict.fromkeys(("ExpiredToken", "InvalidToken", "TokenRefreshRequired"), _TOKEN),
+    **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch"), _KEYS),
+    "400": f"Check credentials and region. {_TOKEN} {_REGION}",
+    "RequestTimeTooSkewed": "Set the clock of the node, which differs from that of the store.",
+    "InvalidObjectState": "Restore the object from its archive, or name a copy of it.",
+    **dict.fromkeys(
+        ("AccessDenied", "403"),
+        "Let these credentials list, read and, for output, write and delete there; a store answers "
+        "so too where an object does not exist.",
+    ),
+}
 # Answers of a server that has understood and will not do it, whenever it is asked.
 _STAYS = (501, 505)
 
@@ -156,6 +178,15 @@ def is_of_client(error: BaseException) -> bool:
 def lacks_credentials(error: BaseException) -> bool:
     """Return whether nothing was sent because the worker has no credentials (botocore's)."""
     return type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError")
+
+
+def remedy_of(error: BaseException) -> str:
+    """Return what to do about a store's answer; empty: it is none, or says so itself."""
+    for cause in _causes(error):
+        response: Any = getattr(cause, "response", None)
+        if isinstance(response, dict):  # botocore's
+            return _REMEDIES.get(str((response.get("Error") or {}).get("Code")), "")
+    return ""
 
 
 def answers_later(error: BaseException) -> bool | None:

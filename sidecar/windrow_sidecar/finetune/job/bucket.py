@@ -36,6 +36,7 @@ from windrow_sidecar.finetune.data.remote import (
     answers_later,
     is_of_client,
     lacks_credentials,
+    remedy_of,
     storage_options,
 )
 from windrow_sidecar.finetune.job.assembly import JobSpec
@@ -378,7 +379,8 @@ class BucketFolder(JobFolder):
         remedy = (
             self._credentials
             if lacks_credentials(error)
-            else "Name a bucket that there is, with credentials that may list, read, write and "
+            else remedy_of(error)
+            or "Name a bucket that there is, with credentials that may list, read, write and "
             "delete below the folder."
         )
         return UserError(
