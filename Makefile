@@ -99,6 +99,16 @@ $(VENV)/.trl: $(VENV)/.dependencies constraints.txt
 	$(UV) pip install --python $(PY) --target $(VENV)/trl --no-deps -c constraints.txt trl datasets dill multiprocess pandas xxhash
 	@touch $@
 
+# Beside it as well: the clients of MLflow and Weights & Biases, and what they import.
+$(VENV)/.tracking: $(VENV)/.dependencies constraints.txt
+	$(UV) pip install --python $(PY) --target $(VENV)/tracking --no-deps -c constraints.txt mlflow-skinny wandb \
+	  cachetools cloudpickle cwevals databricks-sdk distro fastapi gitdb gitpython google-auth googleapis-common-protos \
+	  importlib-metadata opentelemetry-api opentelemetry-exporter-http-transport opentelemetry-exporter-otlp-common \
+	  opentelemetry-exporter-otlp-proto-common opentelemetry-exporter-otlp-proto-http opentelemetry-proto \
+	  opentelemetry-sdk opentelemetry-semantic-conventions pyasn1 pyasn1-modules python-dotenv smmap sqlparse \
+	  starlette uvicorn xxhash zipp
+	@touch $@
+
 # NVIDIA's headers of four releases, for the test that compares ours with them, side by side.
 # Without a registry that has them that test is skipped.
 CUDA_HEADERS := 12.6=nvidia-cuda-runtime-cu12==12.6.* 12.9=nvidia-cuda-runtime-cu12==12.9.* \
@@ -109,7 +119,7 @@ $(VENV)/.cuda-headers: $(VENV)/.dependencies
 	    "$${release#*=}" || { echo "NVIDIA's headers cannot be had: their test is skipped"; exit 0; }; \
 	done; touch $@
 
-test: setup $(VENV)/.quantized $(VENV)/.trl $(VENV)/.cuda-headers
+test: setup $(VENV)/.quantized $(VENV)/.trl $(VENV)/.tracking $(VENV)/.cuda-headers
 ifeq ($(strip $(ARGS)),)
 	$(PY) tools/run_tests.py test $(PASSES)
 else
@@ -226,7 +236,7 @@ figures: setup
 	$(PY) -m benchmarks.harvest --docs docs/comparison.md
 
 constraints:
-	$(UV) pip compile pyproject.toml --extra dev --extra docs --extra quantized --extra trl --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url -q -o constraints.txt
+	$(UV) pip compile pyproject.toml --extra dev --extra docs --extra quantized --extra trl --extra mlflow --extra wandb --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url -q -o constraints.txt
 
 clean:
 	rm -rf build dist $(VENV) .venv-sglang* .pytest_cache .ruff_cache .mypy_cache

@@ -26,6 +26,7 @@ class ConditionType(StrEnum):
     RUNNING = "Running"
     SUSPENDED = "Suspended"
     CHECKPOINTED = "Checkpointed"
+    TRACKED = "Tracked"
     EVICTED = "Evicted"
     REQUEUED = "Requeued"
     SUCCEEDED = "Succeeded"
@@ -84,6 +85,9 @@ class Reason(StrEnum):
     # Checkpointed
     CHECKPOINT_WRITTEN = "CheckpointWritten"
     CHECKPOINT_NOT_WRITTEN = "CheckpointNotWritten"
+    # Tracked
+    TRACKING_FAILED = "TrackingFailed"
+    TRACKING_RESUMED = "TrackingResumed"
     # Failed, or failed once and tried again
     WORKER_DIED = "WorkerDied"
     WORKER_ERROR = "WorkerError"
@@ -305,6 +309,16 @@ LIFECYCLE: Final = (
         "True",
         R.CHECKPOINT_WRITTEN,
         "A checkpoint was written after one of these.",
+    ),
+    ConditionRow(
+        T.TRACKED,
+        "False",
+        R.TRACKING_FAILED,
+        "A server of `spec.tracking` does not take the job's figures, as the message says; the job "
+        "goes on.",
+    ),
+    ConditionRow(
+        T.TRACKED, "True", R.TRACKING_RESUMED, "The server takes the job's figures again."
     ),
     ConditionRow(T.SUCCEEDED, "True", R.COMPLETED, "All steps are done, the adapter is written."),
     ConditionRow(

@@ -253,6 +253,7 @@ class JobSteps:
             assign = assignment(job, command, self._slots[command.slot], live.facts.index)
             assign.dataset_secret.update(secrets.dataset)
             assign.output_secret.update(secrets.output)
+            assign.tracking_secret.update(secrets.tracking)
             session.expect_soon(now)
             session.send(pb.OperatorMessage(assign=assign))
             return

@@ -265,11 +265,12 @@ def _placed(
 
 
 def _warnings(job: Job, after: Mapping[str, Any]) -> tuple[Event, ...]:
-    """Return what is to be said of checkpoints and destination, where that is news."""
+    """Return what is to be said of checkpoints, tracking and destination, where that is news."""
     held, events = job.status.get("conditions"), []
-    said = get_condition(after.get("conditions"), T.CHECKPOINTED)
-    if said is not None and said != get_condition(held, T.CHECKPOINTED):
-        events.append(Event(said["reason"], said["message"], warning=said["status"] == "False"))
+    for type_ in (T.CHECKPOINTED, T.TRACKED):
+        said = get_condition(after.get("conditions"), type_)
+        if said is not None and said != get_condition(held, type_):
+            events.append(Event(said["reason"], said["message"], warning=said["status"] == "False"))
     placed, before = get_condition(after.get("conditions"), T.PLACED), get_condition(held, T.PLACED)
     if placed and placed["reason"] == Reason.DESTINATION_IN_USE and placed != before:
         events.append(Event(placed["reason"], placed["message"], warning=True))

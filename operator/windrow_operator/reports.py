@@ -32,6 +32,7 @@ from windrow_operator.model import (
 
 log = logging.getLogger(__name__)
 
+_OF_TRACKING: Final = (Reason.TRACKING_FAILED, Reason.TRACKING_RESUMED)
 _STATE: Final = {
     pb.JobEvent.STARTED: RunState.RUNNING,
     pb.JobEvent.RESUMED: RunState.RUNNING,
@@ -199,6 +200,8 @@ def _with_event(run: JobPlacement, event: pb.JobEvent, now: datetime) -> JobPlac
     progress = run.progress
     if event.HasField("progress"):
         progress = _merged(progress, event.progress)
+    if event.kind == pb.JobEvent.WARNED and reason in _OF_TRACKING:
+        return replace(run, seen_at=now, progress=progress, tracking=(reason, detail))
     if event.kind == pb.JobEvent.WARNED:
         return replace(run, seen_at=now, progress=progress, trouble=(reason, detail))
     trouble = run.trouble

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from windrow.conditions import Reason
 from windrow.crd import FinetuneJobSpec
+from windrow.crd.dataset import SecretRef
 from windrow.errors import UserError
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound
 
@@ -28,6 +29,18 @@ KEYS = (
     "AWS_ENDPOINT_URL_S3",
     "HF_TOKEN",
 )
+# Of the Secret of spec.tracking, which reaches other servers.
+TRACKING_KEYS = (
+    "MLFLOW_TRACKING_URI",
+    "MLFLOW_EXPERIMENT_NAME",
+    "MLFLOW_TRACKING_USERNAME",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+    "WANDB_BASE_URL",
+    "WANDB_PROJECT",
+    "WANDB_ENTITY",
+    "WANDB_API_KEY",
+)
 _FORBIDDEN = 403
 
 
@@ -37,11 +50,16 @@ class JobSecrets:
 
     dataset: Mapping[str, str] = field(default_factory=dict, repr=False)
     output: Mapping[str, str] = field(default_factory=dict, repr=False)
+    tracking: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 def names_secrets(spec: FinetuneJobSpec) -> bool:
     """Return whether a job names any Secret."""
-    return bool(spec.dataset.secret_ref or spec.output.secret_ref)
+    return bool(spec.dataset.secret_ref or spec.output.secret_ref or _of_tracking(spec))
+
+
+def _of_tracking(spec: FinetuneJobSpec) -> SecretRef | None:
+    return spec.tracking.secret_ref if spec.tracking else None
 
 
 async def read_secrets(kube: Kube, namespace: str, spec: FinetuneJobSpec) -> JobSecrets:
@@ -51,10 +69,12 @@ async def read_secrets(kube: Kube, namespace: str, spec: FinetuneJobSpec) -> Job
         UserError: one is not there, is not labelled, or may not be read; who must do what.
         ApiError: the API server does not answer.
     """
-    rows, adapter = spec.dataset.secret_ref, spec.output.secret_ref
+    rows, adapter, figures = spec.dataset.secret_ref, spec.output.secret_ref, _of_tracking(spec)
+    place = "spec.tracking.secretRef"
     return JobSecrets(
         await _read(kube, namespace, rows.name, "spec.dataset.secretRef") if rows else {},
         await _read(kube, namespace, adapter.name, "spec.output.secretRef") if adapter else {},
+        await _read(kube, namespace, figures.name, place, TRACKING_KEYS) if figures else {},
     )
 
 

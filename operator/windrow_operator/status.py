@@ -101,7 +101,7 @@ def running(job: Job, run: JobPlacement, now: datetime) -> Body:
         fact = (Reason.RESUMED, run.started or "The worker resumed from a checkpoint")
     else:
         fact = (Reason.STARTED, run.started or "The worker has loaded the job")
-    after = _placed_alone(job, _checkpointed(job, after, run, now), now)
+    after = _placed_alone(job, _warned(job, after, run, now), now)
     after.pop("rejections", None)
     return _with(job, after, now, (T.RUNNING, "True", fact[0], fact[1]))
 
@@ -143,7 +143,7 @@ def unplaced(
 ) -> Body:
     """The placement is over, the job is not: it goes on from its checkpoint."""
     after = _without_rates(_progress(job, run) if run else job.status)
-    after = _checkpointed(job, after, run, now) if run else after
+    after = _warned(job, after, run, now) if run else after
     after.pop("slot", None)
     if "progress" in after:
         step = (after.get("checkpoint") or {}).get("step", 0)
@@ -252,7 +252,7 @@ def _with_user_error(status: Mapping[str, Any], field: str, remedy: str) -> Body
 
 def _finished(job: Job, run: JobPlacement | None, now: datetime) -> Body:
     after = _without_rates(_progress(job, run) if run else job.status)
-    after = _checkpointed(job, after, run, now) if run else after
+    after = _warned(job, after, run, now) if run else after
     for gone in ("slot", "retryAt"):
         after.pop(gone, None)
     after["completionTime"] = timestamp(now)
@@ -289,8 +289,11 @@ def _with(
     }
 
 
-def _checkpointed(job: Job, status: Body, run: JobPlacement, now: datetime) -> Body:
-    """Return `status` with what the worker says of checkpoints that it could not write or read."""
+def _warned(job: Job, status: Body, run: JobPlacement, now: datetime) -> Body:
+    """Return `status` with what the worker says of checkpoints and of tracking servers."""
+    if run.tracking is not None:
+        value: Status = "True" if run.tracking[0] == Reason.TRACKING_RESUMED else "False"
+        status = _with(job, status, now, (T.TRACKED, value, *run.tracking))
     if run.trouble is None:
         return status
     reason, detail = run.trouble

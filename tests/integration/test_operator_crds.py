@@ -151,6 +151,14 @@ VALUES = [
         for hub in ({}, *({"hub": {"repository": name}} for name in ("a/b", "a", "a/b/c")))
         for secret in ({}, {"secretRef": {"name": "s"}})
     ),
+    *(
+        {"tracking": {**servers, **secret}}
+        for servers in (
+            *({}, {"mlflow": {}}, {"wandb": {"mode": "offline"}}, {"wandb": {"project": "a/b"}}),
+            *({"mlflow": {"uri": u}} for u in ("https://h:1/a", "h", "https://u:p@h", "file:///a")),
+        )
+        for secret in ({}, {"secretRef": {"name": "s"}})
+    ),
     *({"dataset": {"source": "/d", "evalFraction": n}} for n in (5e-05, 0, 0.5, 0.6, "0.1")),
     *({"adapter": {"lora": {"alpha": n}}} for n in (0.5, 16, 0, "16")),
     *({"adapter": {"lora": {"alphaPattern": {"q": n}}}} for n in (0.5, 0)),

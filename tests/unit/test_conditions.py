@@ -88,6 +88,7 @@ def test_the_lifecycle_covers_its_types_and_repeats_no_row():
         ConditionType.RUNNING,
         ConditionType.SUSPENDED,
         ConditionType.CHECKPOINTED,
+        ConditionType.TRACKED,
         ConditionType.EVICTED,
         ConditionType.REQUEUED,
         ConditionType.SUCCEEDED,

@@ -403,6 +403,18 @@ def test_the_order_of_an_uploads_parts_does_not_matter(endpoint, blue, tmp_path)
         ({"seed": True}, "seed", "from 0"),
         ({"metadata": {"a": "b" * 600}}, "metadata.a", "512"),
         ({"integrations": [{"type": "acme", "acme": {}}]}, "integrations[0].type", "'acme'"),
+        (
+            {"integrations": [{"type": "wandb", "wandb": {}}]},
+            "integrations[0].wandb.project", "missing",
+        ),
+        (
+            {"integrations": [{"type": "wandb", "wandb": {"project": "a/b"}}]},
+            "integrations[0].wandb.project", "without /",
+        ),
+        (
+            {"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]},
+            "integrations[0]", "tracking.secretRef",
+        ),
         ({"extra_body": {"priority": 3}}, "priority", "Known: model"),
     ],
 )  # fmt: skip

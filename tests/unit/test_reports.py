@@ -197,6 +197,11 @@ def test_a_warning_about_checkpoints_stands_until_one_is_written_and_changes_not
     before = cluster.runs["u"]
     reports.take_event(cluster, [KEY], event("WARNED", reason="DiskFull", detail="no room"), NOW)
     assert cluster.runs["u"].trouble == ("DiskFull", "no room")
+    reports.take_event(
+        cluster, [KEY], event("WARNED", reason="TrackingFailed", detail="mlflow: no"), NOW
+    )
+    assert cluster.runs["u"].trouble == ("DiskFull", "no room")
+    assert cluster.runs["u"].tracking == ("TrackingFailed", "mlflow: no")
     assert (cluster.runs["u"].state, cluster.runs["u"].detail) == (before.state, before.detail)
     reports.take_event(cluster, [KEY], event("CHECKPOINTED", detail="/c5"), NOW)
     assert cluster.runs["u"].trouble == ("", "/c5")

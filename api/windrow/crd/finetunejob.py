@@ -17,6 +17,7 @@ from windrow.crd.adapter import AdapterSpec
 from windrow.crd.common import CONDITIONS_BY_TYPE, Condition
 from windrow.crd.dataset import DatasetSpec, SecretRef
 from windrow.crd.texts import Name, Place, Text
+from windrow.crd.tracking import TrackingSpec
 from windrow.crd.training import CheckpointSpec, TrainingSpec
 from windrow.crd.values import NAME_MAX, Record, Timestamp, cel, invalid
 from windrow.outputs import is_bucket
@@ -262,6 +263,11 @@ class FinetuneJobSpec(Record):
         default_factory=CheckpointSpec, description="Limit on the work that may be lost."
     )
     output: OutputSpec = Field(description="Destination of the adapter.")
+    tracking: TrackingSpec | None = Field(
+        default=None,
+        description="Servers that get the job's figures as it runs: MLflow, Weights & Biases. "
+        "None of them ends or delays a job.",
+    )
     backoff_limit: int = Field(
         default=6, ge=0, le=1000, description="Failures of a worker until the job has failed."
     )

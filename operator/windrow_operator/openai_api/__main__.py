@@ -108,7 +108,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> ApiSettings:
 
 def _check_template(template: Mapping[str, Any]) -> None:
     """Refuse a template with which no job would be valid."""
-    from windrow_operator.openai_api.jobs import merged
+    from windrow_operator.openai_api.jobs import spec_of
 
     least = {
         "model": {"name": "m"},
@@ -116,7 +116,7 @@ def _check_template(template: Mapping[str, Any]) -> None:
         "training": {"epochs": 1},
         "output": {"destination": "s3://bucket/folder"},
     }
-    parse_job_spec(merged(template, least))
+    parse_job_spec(spec_of(template, least))
 
 
 async def serve(settings: ApiSettings) -> None:

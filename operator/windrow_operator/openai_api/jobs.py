@@ -93,6 +93,8 @@ def manifest_of(
     }
     if request.method == "dpo":
         own["training"] |= {"method": "dpo", "dpo": {"beta": numbers["beta"]}}
+    if request.wandb:
+        own["tracking"] = {"wandb": dict(request.wandb)}
     if "validation" in sources:
         own["dataset"]["evalSource"] = sources["validation"]
     return {
@@ -104,8 +106,20 @@ def manifest_of(
             "labels": {LABEL_KEY: key.label},
             "annotations": {_REQUEST: json.dumps(said)},
         },
-        "spec": merged(template, own),
+        "spec": spec_of(template, own),
     }
+
+
+def spec_of(template: Body, own: Body) -> dict[str, Any]:
+    """Return the spec of a job: its template's, and its own, which counts.
+
+    A template may hold the Secret alone for trackers that only some callers ask for.
+    """
+    spec = merged(template, own)
+    tracking = spec.get("tracking")
+    if isinstance(tracking, Mapping) and set(tracking) == {"secretRef"}:
+        del spec["tracking"]
+    return spec
 
 
 def merged(below: Body, above: Body) -> dict[str, Any]:
@@ -232,9 +246,17 @@ def job_object(body: Body, now: datetime) -> dict[str, Any]:
         "trained_tokens": job.tokens if done else None,
         "seed": said.get("seed", 0),
         "metadata": said.get("metadata") or None,
-        "integrations": [],
+        "integrations": _integrations(said.get("wandb")),
         "error": _error(job, status) if state == "failed" else None,
     }
+
+
+def _integrations(wandb: object) -> list[dict[str, Any]]:
+    if not isinstance(wandb, Mapping) or not wandb:
+        return []
+    shown = {"name": wandb.get("runName"), "entity": wandb.get("entity"), **wandb}
+    shown.pop("runName", None)
+    return [{"type": "wandb", "wandb": shown}]
 
 
 def _error(job: JobView, status: Body) -> dict[str, Any]:

@@ -8,6 +8,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from pydantic import ValidationError
+
+from windrow.crd.tracking import WandbSpec
 from windrow_operator.openai_api.refusals import CallRefused, invalid
 
 _FIELDS: Final = (
@@ -16,6 +19,8 @@ _FIELDS: Final = (
 )
 _HYPERPARAMETERS: Final = ("n_epochs", "batch_size", "learning_rate_multiplier")
 _METHODS: Final = {"supervised": _HYPERPARAMETERS, "dpo": (*_HYPERPARAMETERS, "beta")}
+# Names of OpenAI's integration, and of `spec.tracking.wandb`.
+_WANDB: Final = {"project": "project", "entity": "entity", "name": "runName", "tags": "tags"}
 _SUFFIX: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
 _MOST_PAIRS, _LONGEST_NAME, _LONGEST_VALUE = 16, 64, 512
 _LONGEST_TEXT: Final = 1024
@@ -45,6 +50,8 @@ class JobRequest:
         suffix: of the tuned model's name; empty: one is made.
         seed: None: one is drawn.
         metadata: the caller's own pairs.
+        wandb: where Weights & Biases gets the job's figures, as `spec.tracking.wandb`; empty: not
+            there.
     """
 
     model: str
@@ -55,6 +62,7 @@ class JobRequest:
     suffix: str = ""
     seed: int | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    wandb: Mapping[str, Any] = field(default_factory=dict)
 
 
 def job_request(body: object) -> JobRequest:
@@ -75,7 +83,6 @@ def job_request(body: object) -> JobRequest:
             f"{suffix!r} cannot be part of a model's name here",
             "Write at most 40 lower-case letters, digits and - between them.",
         )
-    _refuse_integrations(body.get("integrations"))
     method, hyperparameters = _method(body)
     return JobRequest(
         model=model,
@@ -86,6 +93,7 @@ def job_request(body: object) -> JobRequest:
         suffix=suffix,
         seed=_seed(body.get("seed")),
         metadata=_metadata(body.get("metadata")),
+        wandb=_wandb(body.get("integrations")),
     )
 
 
@@ -139,18 +147,44 @@ def _metadata(found: object) -> dict[str, str]:
     return dict(found)
 
 
-def _refuse_integrations(found: object) -> None:
+def _wandb(found: object) -> dict[str, Any]:
+    """Return the one integration that there is, as a part of a FinetuneJob's spec."""
     if found in (None, []):
-        return
+        return {}
     if not isinstance(found, list):
         raise invalid("integrations", "is not a list", "Leave it out.", code="invalid_type")
-    kind = found[0].get("type") if isinstance(found[0], dict) else None
-    raise invalid(
-        "integrations[0].type",
-        f"{kind!r} is not an integration of this server",
-        "Leave integrations out: losses are in the job's events and in its result file.",
-        code="unsupported_integration",
-    )
+    if len(found) > 1:
+        raise invalid("integrations", f"has {len(found)} entries", "Write one.")
+    entry = found[0] if isinstance(found[0], dict) else {}
+    if entry.get("type") != "wandb":
+        raise invalid(
+            "integrations[0].type",
+            f"{entry.get('type')!r} is not an integration of this server",
+            "Write wandb, or leave integrations out: losses are in the job's events and in its "
+            "result file.",
+            code="unsupported_integration",
+        )
+    _refuse_unknown(entry, ("type", "wandb"), "integrations[0].")
+    path = "integrations[0].wandb"
+    settings = entry.get("wandb")
+    if not isinstance(settings, dict):
+        raise invalid(path, "is not an object", "Write {project: ...}.", code="invalid_type")
+    _refuse_unknown(settings, _WANDB, f"{path}.")
+    if not settings.get("project"):
+        raise invalid(
+            f"{path}.project", "is missing", "Write it.", code="missing_required_parameter"
+        )
+    asked = {ours: settings[name] for name, ours in _WANDB.items() if settings.get(name)}
+    try:
+        WandbSpec.model_validate(asked)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        theirs = {ours: name for name, ours in _WANDB.items()}
+        name = theirs.get(str(wrong["loc"][0]), "project")
+        raise invalid(
+            f"{path}.{name}", "is not such a name", "Write texts without / and line breaks."
+        ) from error
+    return asked
 
 
 def _method(body: Mapping[str, Any]) -> tuple[str, Hyperparameters]:

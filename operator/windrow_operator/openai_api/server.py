@@ -295,6 +295,14 @@ class OpenAIServer:
         active = [b for b in await self._jobs_of(key) if not jobs.is_over(jobs.status_of(b))]
         if len(active) >= _MOST_ACTIVE_JOBS:
             raise busy(f"There are {len(active)} jobs that have not ended.", 60.0)
+        if asked.wandb and not (self._parts.template.get("tracking") or {}).get("secretRef"):
+            raise invalid(
+                "integrations[0]",
+                "is for a server that has a key of Weights & Biases, and this one has none",
+                "Leave integrations out. An administrator can name a Secret in "
+                "tracking.secretRef of the template of jobs.",
+                code="unsupported_integration",
+            )
         manifest = jobs.manifest_of(
             asked, key, model, training, sources, self._files.store, self._parts.template
         )

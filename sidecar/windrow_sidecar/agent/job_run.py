@@ -94,12 +94,14 @@ class JobRun:
         """The worker has called; hand it what was asked meanwhile."""
         self._channel, self._called = channel, True
         self._hung_up.clear()
-        if self.assign.dataset_secret or self.assign.output_secret:
+        of_job = self.assign
+        if of_job.dataset_secret or of_job.output_secret or of_job.tracking_secret:
             channel.send(
                 agent_pb2.WorkerCommand(
                     action="CREDENTIALS",
-                    dataset_secret=self.assign.dataset_secret,
-                    output_secret=self.assign.output_secret,
+                    dataset_secret=of_job.dataset_secret,
+                    output_secret=of_job.output_secret,
+                    tracking_secret=of_job.tracking_secret,
                 )
             )
         for command in self._waiting:

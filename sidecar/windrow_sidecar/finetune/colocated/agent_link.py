@@ -70,7 +70,7 @@ class JobAgentLink:
         self._log_file = log_file
         self._unsent: deque[agent_pb2.WorkerReport] = deque()
         self._commands: queue.SimpleQueue[Action] = queue.SimpleQueue()
-        self._credentials: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
+        self._credentials: tuple[Mapping[str, str], ...] = ({}, {}, {})
         self._has_credentials = threading.Event()
         self.end_asked: Action | None = None  # STOP, FORGET or ABORT, also once it was picked up
         self._wake = threading.Event()
@@ -121,8 +121,8 @@ class JobAgentLink:
         except queue.Empty:
             return None
 
-    def credentials(self) -> tuple[Mapping[str, str], Mapping[str, str]]:
-        """Return what the job's Secrets hold, for its rows and for its destination.
+    def credentials(self) -> tuple[Mapping[str, str], ...]:
+        """Return what the job's Secrets hold, for its rows, its destination and its tracking.
 
         Raises:
             Transient: the agent, which sends them first of all, has not answered.
@@ -165,7 +165,8 @@ class JobAgentLink:
             return
         if command.action == "CREDENTIALS":
             # Never into a log or a file: they live and end with this process.
-            self._credentials = (dict(command.dataset_secret), dict(command.output_secret))
+            sent = (command.dataset_secret, command.output_secret, command.tracking_secret)
+            self._credentials = tuple(map(dict, sent))
             self._has_credentials.set()
             return
         if command.action == "ADD_JOB":

@@ -37,6 +37,7 @@ from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
 from windrow_sidecar.finetune.job.multiplexer import Arrival, JobHandle, JobMultiplexer, worst
 from windrow_sidecar.finetune.job.runner import Runner
+from windrow_sidecar.finetune.job.tracking import services_of
 from windrow_sidecar.finetune.training.checkpoint import Checkpoint, JobFolder
 from windrow_sidecar.finetune.training.health import TAKING_FOLDER
 from windrow_sidecar.turn import TurnNote
@@ -264,17 +265,20 @@ class WorkerJobs:
         job = read_job(self._run_dir.job_dir(order.job_uid) / "job.json")
         if job.access.network is not None:
             network_guard.install().admit(pending, job.access.network)
-        secrets = (job.spec.dataset.secret_ref, job.spec.output.secret_ref)
-        if not any(secrets):
-            return replace(job, epoch=order.epoch)
-        rows, adapter = pending.agent.credentials()
-        named = [secret.name if secret else "" for secret in secrets]
-        return replace(
-            job,
-            epoch=order.epoch,
-            dataset_credentials=Credentials(named[0], rows),
-            output_credentials=Credentials(named[1], adapter),
-        )
+        job = replace(job, epoch=order.epoch)
+        figures = job.spec.tracking.secret_ref if job.spec.tracking else None
+        secrets = (job.spec.dataset.secret_ref, job.spec.output.secret_ref, figures)
+        if any(secrets):
+            named = [secret.name if secret else "" for secret in secrets]
+            rows, output, tracking = map(Credentials, named, pending.agent.credentials())
+            job = replace(
+                job,
+                dataset_credentials=rows,
+                output_credentials=output,
+                tracking_credentials=tracking,
+            )
+        services_of(job)  # what cannot be reported is refused before anything is loaded
+        return job
 
     def _job_handle(
         self,
@@ -297,7 +301,7 @@ class WorkerJobs:
                 *(stream, slot.gate, context.memory, ledger, pending.agent, job_state),
                 expected_s=lambda tasklet: estimates.expected_s(tasklet, weights),
             ),
-            failed=lambda error: self._fell(pending, folder, error),
+            failed=lambda error: self._fell(pending, ledger, folder, error),
             ended=lambda ending: self._left(slot, context, pending, ending),
             acts=self._turn_of(pending),
         )
@@ -312,7 +316,10 @@ class WorkerJobs:
 
         return begin
 
-    def _fell(self, pending: PendingJob, folder: JobFolder, error: Exception) -> Ending:
+    def _fell(
+        self, pending: PendingJob, ledger: Ledger, folder: JobFolder, error: Exception
+    ) -> Ending:
+        ledger.failed()
         folder.keep_figures()
         return self._tell_failure(pending, error)
 

@@ -72,6 +72,7 @@ class JobSpec:
             rights.
         dataset_credentials: for its rows.
         output_credentials: for its destination.
+        tracking_credentials: for the servers that get its figures.
         access: what may be read.
         checkpoint: that the job has to go on from, as the operator knows it; "": none is known.
         begun: when its folder was first claimed, on the clock of that machine; None: not yet.
@@ -85,6 +86,7 @@ class JobSpec:
     outputs: tuple[Path, ...] | None = None
     dataset_credentials: Credentials = NO_CREDENTIALS
     output_credentials: Credentials = NO_CREDENTIALS
+    tracking_credentials: Credentials = NO_CREDENTIALS
     checkpoint: str = ""
     access: SourceAccess = UNCONFINED
     begun: datetime | None = None

@@ -19,6 +19,7 @@ from windrow_sidecar.finetune.job.in_flight import Ran
 from windrow_sidecar.finetune.job.model_card import CARD_FILE, model_card
 from windrow_sidecar.finetune.job.report import JobReporter
 from windrow_sidecar.finetune.job.scalars import Scalars
+from windrow_sidecar.finetune.job.tracking import Tracking, services_of
 from windrow_sidecar.finetune.tasklets import PHASE_WORDS
 from windrow_sidecar.finetune.training.checkpoint import (
     Checkpoint,
@@ -118,11 +119,13 @@ class Ledger:
         self._tuned_loss: float | None = None
         self._hub = HubRepository.of(session.job)
         spec = session.job.spec
+        self._tracking = Tracking(services_of(session.job, folder.root))
         self._scalars = Scalars(
             folder.root,
             session.job.epoch,
             tensorboard=spec.training.tensorboard,
             memory_bytes=session.device.peak_bytes,
+            also=self._tracking.log,
         )
         self._writer = CheckpointWriter(
             folder,
@@ -223,12 +226,16 @@ class Ledger:
     def settle(self) -> None:
         """Report a checkpoint that is whole and begin the one that is due, between two tasklets.
 
+        What servers that get the figures have to say is reported as well.
+
         A disk that is slower than checkpoints come makes them fewer; the stream never waits for it.
         One that the optimizer's step would have to wait for begins after it.
 
         Raises:
             Fenced: another worker has the job.
         """
+        for reason, detail in self._tracking.news():
+            self._reporter.event(WorkerEvent("WARNED", reason, detail))
         self._writer.settle()
         waits = self._writer.is_writing or self._stream.before_optimizer
         if self._checkpoint_due and not waits:
@@ -236,11 +243,15 @@ class Ledger:
             self._writer.begin(self._stream.position, self._stream.snapshot())
 
     def checkpoint(self) -> str:
-        """Write one, of everything up to the last committed micro-batch. Returns what to say of it.
+        """Write the last one, of all committed micro-batches; return what to say of it.
 
         Raises:
             Fenced, OSError: it was not written.
         """
+        self._tracking.end("stopped")
+        return self._last_checkpoint()
+
+    def _last_checkpoint(self) -> str:
         saved = self._writer.finish(self._stream.position, self._stream.snapshot())
         return f"step {saved.position.step} is in {saved.path}"
 
@@ -250,6 +261,7 @@ class Ledger:
         Raises:
             Fenced: another worker has the job.
         """
+        self._tracking.end("deleted")
         self._writer.settle(wait=True)
         self._folder.forget_checkpoints()
 
@@ -260,7 +272,7 @@ class Ledger:
             Fenced, OSError: the adapter was not written.
         """
         try:
-            self.checkpoint()
+            self._last_checkpoint()
         except OSError as error:
             self._not_saved(self._stream.position.step, error)
         at = self._stream.position
@@ -280,7 +292,12 @@ class Ledger:
                 self._folder.forget_checkpoints()
             except OSError as error:
                 kept = "; ".join(filter(None, (kept, f"its checkpoints stay: {error}")))
-        self._tell_completion(done, kept)
+        told = "; ".join(filter(None, (kept, self._tracking.end("succeeded"))))
+        self._tell_completion(done, told)
+
+    def failed(self) -> None:
+        """Tell the servers that get the figures that the job has failed, or is tried again."""
+        self._tracking.end("failed")
 
     def _tell_completion(self, done: Completion, note: str = "") -> None:
         self._reporter.event(
@@ -327,6 +344,7 @@ class Ledger:
         self._events.flush()
 
     def _started(self, reason: Reason, where: str) -> None:
+        self._tracking.begin()
         notes = self._session.notes
         detail = "; ".join((where, *notes))
         self._reporter.event(WorkerEvent("STARTED", reason, detail, notes=notes))

@@ -31,6 +31,7 @@ class Scalars:
         epoch: of this worker.
         tensorboard: write those files as well.
         memory_bytes: the most that the process has held of its device (default: of the host).
+        also: gets each step and its figures as well; never waits.
         clock: monotonic seconds.
 
     Raises:
@@ -44,8 +45,10 @@ class Scalars:
         *,
         tensorboard: bool,
         memory_bytes: Callable[[], int] | None = None,
+        also: Callable[[int, dict[str, Any]], None] = lambda step, figures: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._also = also
         self._memory_bytes = memory_bytes or HostDevice().peak_bytes
         self._file, self._epoch, self._clock = folder / METRICS_FILE, epoch, clock
         self._tokens, self._at = 0, clock()
@@ -75,6 +78,7 @@ class Scalars:
         self._at = self._clock()
 
     def _write(self, step: int, figures: dict[str, Any]) -> None:
+        self._also(step, figures)
         line = {"step": step, **figures, "epoch": self._epoch, "unix_seconds": time.time()}
         try:
             append_whole(self._file, json.dumps(line) + "\n")

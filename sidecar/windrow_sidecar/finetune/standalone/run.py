@@ -26,6 +26,7 @@ from windrow_sidecar.finetune.job.gate import OpenGate
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
 from windrow_sidecar.finetune.job.multiplexer import JobHandle, JobMultiplexer, worst
 from windrow_sidecar.finetune.job.runner import Runner
+from windrow_sidecar.finetune.job.tracking import services_of
 from windrow_sidecar.finetune.memory.training_memory import OwnMemory
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.model.precision import WeightForm
@@ -172,6 +173,7 @@ class JobGroup:
     def _job_handle(
         self, n: int, job: JobSpec, base: BaseModel, reporter: LineReporter, events: EventLog
     ) -> JobHandle:
+        services_of(job)  # what cannot be reported is refused before anything is read
         folder = open_own_folder(job, self._parent, fresh=self._fresh)
         job_state = self._standings[n]
 
@@ -196,13 +198,20 @@ class JobGroup:
                 *(stream, self._gate, memory, ledger, reporter, job_state),
                 expected_s=lambda tasklet: self._estimates.expected_s(tasklet, weights),
             ),
-            failed=lambda error: self._failed(n, reporter, error, folder),
+            failed=lambda error: self._failed(n, reporter, error, ledger, folder),
             ended=lambda ending: self._endings.update({n: ending}),
         )
 
     def _failed(
-        self, n: int, reporter: LineReporter, error: Exception, folder: JobFolder | None = None
+        self,
+        n: int,
+        reporter: LineReporter,
+        error: Exception,
+        ledger: Ledger | None = None,
+        folder: JobFolder | None = None,
     ) -> Ending:
+        if ledger is not None:
+            ledger.failed()
         if folder is not None:
             folder.keep_figures()
         event, ending = failure(error, self._standings[n].last_checkpoint)
