@@ -213,7 +213,7 @@ class WandbRun:
         )
 
     def send(self, lines: Sequence[Line]) -> None:
-        """Hand figures to the client's native part, which tries again by itself."""
+        """Hand figures to the client's native part, which tries again."""
         assert self._run is not None
         for line in lines:
             self._run.log(line["figures"], step=line["step"])
@@ -272,12 +272,12 @@ class Inbox:
 
     @property
     def is_done(self) -> bool:
-        """Whether all lines were taken and no further one comes."""
+        """Return whether all lines were taken and no further one comes."""
         return self._closed.is_set() and self._lines.empty()
 
     @property
     def is_late(self) -> bool:
-        """Whether the job, or its worker, has ended too long ago to go on for what waits."""
+        """Return whether the job, or its worker, ended too long ago to go on."""
         if self._ends_at is None and (self._closed.is_set() or os.getppid() != self._parent):
             self._ends_at = self._clock() + _ENDS_WITHIN_S
         return self._ends_at is not None and self._clock() >= self._ends_at
