@@ -57,7 +57,11 @@ def parse_document(text: str) -> Any:  # noqa: ANN401 - whatever is written
             return whole_numbers(json.loads(text, object_pairs_hook=_once_each))
         except json.JSONDecodeError:
             pass  # YAML may begin like that as well
-    return whole_numbers(yaml.load(text, Loader=_Loader))
+    # Renderers write `---` before and behind each object.
+    found = [each for each in yaml.load_all(text, Loader=_Loader) if each is not None]
+    if len(found) > 1:
+        raise ValueError(f"it holds {len(found)} documents")
+    return whole_numbers(found[0]) if found else None
 
 
 def whole_numbers(value: Any) -> Any:  # noqa: ANN401 - whatever was written

@@ -20,7 +20,7 @@ from windrow_sidecar.engines.builtin.web.front import load_tokenizer
 from windrow_sidecar.finetune.data import conversation
 from windrow_sidecar.finetune.data.conversation import Conversations
 from windrow_sidecar.finetune.data.tokenizer_files import read_tokenizer
-from windrow_sidecar.finetune.data.tokens import RowTokenizer
+from windrow_sidecar.finetune.data.tokens import RowTokenizer, stop_tokens
 
 FORMS = {
     "letters": letters,
@@ -380,6 +380,21 @@ def test_a_template_that_cannot_be_compiled_is_no_fault_of_a_row(template):
     with pytest.raises(UserError, match="'today' is undefined") as caught:
         example(tokenizer, "chat", turns(TALK))
     assert "chat_template_kwargs" in caught.value.remedy
+
+
+def test_templates_without_a_default_are_no_fault_of_a_row():
+    tokenizer = letters()
+    tokenizer.chat_template = {"tool_use": PLAIN, "rag": PLAIN}
+    with pytest.raises(UserError, match="named rag, tool_use, and none") as caught:
+        example(tokenizer, "chat", turns(TALK))
+    assert caught.value.field == "spec.model.name"
+
+
+def test_a_composite_model_may_name_its_stops_with_its_text_half(tmp_path):
+    tokenizer = letters()
+    tokenizer.name_or_path = str(tmp_path)
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": [65, 66]}}')
+    assert stop_tokens(tokenizer) == {65, 66, tokenizer.eos_token_id}
 
 
 def test_a_completion_of_turns_is_learnt_behind_its_prompt_as_trl_does():

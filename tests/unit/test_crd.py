@@ -116,6 +116,8 @@ def test_a_spec_that_was_read_can_be_written_and_read_again():
         ("training.epochs", 1, "spec.training", "exactly one of epochs and maxSteps"),
         ("training.maxSteps", None, "spec.training", "neither is set"),
         ("training.lerningRate", "1e-4", "spec.training.lerningRate", "Did you mean learningRate?"),
+        # As Python and other trainers write it; the API server drops what it does not know.
+        ("training.learning_rate", "1e-4", "spec.training.learning_rate", "mean learningRate?"),
         ("adapter.lora.rank", 0, "spec.adapter.lora.rank", "0"),
         ("adapter.lora.dropout", float("nan"), "spec.adapter.lora.dropout", "nan"),
         ("adapter.type", "dora", "spec.adapter.type", "useDora"),

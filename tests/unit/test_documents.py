@@ -80,6 +80,14 @@ def test_what_is_not_one_object_is_refused(tmp_path, text):
         read_document(tmp_path / "job.yaml", "Fix it.")
 
 
+def test_an_object_may_have_marks_before_and_behind_it(tmp_path):
+    (tmp_path / "job.yaml").write_text("---\n# made\n---\na: 1\n---\n")
+    assert read_document(tmp_path / "job.yaml", "Fix it.") == {"a": 1}
+    (tmp_path / "job.yaml").write_text("a: 1\n---\nb: 2\n")
+    with pytest.raises(UserError, match="it holds 2 documents"):
+        read_document(tmp_path / "job.yaml", "Fix it.")
+
+
 def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
     (tmp_path / "job.json").write_text(json.dumps({"a": 1}), encoding="utf-8-sig")
     assert read_document(tmp_path / "job.json", "Fix it.") == {"a": 1}

@@ -43,7 +43,8 @@ def _parse(model: type[M], spec: Mapping[str, Any]) -> M:
             f"{spec!r} is not a mapping", field="spec", remedy="Write the fields of the spec."
         )
     try:
-        return model.model_validate(dict(spec))
+        # By its name in Python no field is known to the API server, which would drop it unseen.
+        return model.model_validate(dict(spec), by_alias=True, by_name=False)
     except ValidationError as error:
         details = error.errors(include_url=False)
         raise _user_error(model, details[0], len(details) - 1) from None

@@ -81,6 +81,7 @@ class Conversations:
                 remedy="Use a model with a template, or rows of another format.",
                 reason=Reason.DATASET_INVALID,
             )
+        self._template(row)
         self._note_unread(row)
         if row.prompt_turns:
             return self._behind_prompt(row)
@@ -124,8 +125,16 @@ class Conversations:
         )
 
     def _template(self, row: DatasetRow) -> str:
-        with _rendering(row):
+        try:
             return str(self._tokenizer.get_chat_template(None, row.tools))
+        except ValueError as error:
+            names = ", ".join(sorted(self._tokenizer.chat_template))
+            raise UserError(
+                f"the model has chat templates named {names}, and none of them is `default`",
+                field="spec.model.name",
+                remedy="Name one of them `default` (chat_template.jinja in the model's folder).",
+                reason=Reason.MODEL_UNSUPPORTED,
+            ) from error
 
     def _marked(self, row: DatasetRow, turns: tuple[Fields, ...], template: str) -> Rendered:
         """Return what a template with `{% generation %}` marks, as the tokenizer's own mask does.

@@ -213,8 +213,9 @@ def stop_tokens(tokenizer: Any) -> frozenset[int]:  # noqa: ANN401
     for name in ("generation_config.json", "config.json"):
         with suppress(OSError, ValueError, AttributeError):
             read = json.loads(Path(str(tokenizer.name_or_path), name).read_bytes())
-            named = read.get("eos_token_id")
-            found += named if isinstance(named, list) else [named]
+            for part in (read, read.get("text_config") or {}):  # of a composite model's text half
+                named = part.get("eos_token_id")
+                found += named if isinstance(named, list) else [named]
     known = len(tokenizer)
     return frozenset(token for token in found if isinstance(token, int) and 0 <= token < known)
 
