@@ -34,7 +34,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 # Once the job has ended, or its worker.
 _ENDS_WITHIN_S = 20.0
 # The clients' own waits: what is tried again is tried from here.
-_REQUEST_WITHIN_S = 15
+_REQUEST_WITHIN_S = 30
 _ANSWERS_LATER: Final = (408, 425, 429)
 _MLFLOW_STATUS: Final = {
     "succeeded": "FINISHED",
@@ -186,8 +186,9 @@ class WandbRun:
             "disable_code": True,
             "disable_git": True,
             "save_code": False,
-            "init_timeout": float(_REQUEST_WITHIN_S),
-            "finish_timeout": _ENDS_WITHIN_S / 2,
+            "init_timeout": 2.0 * _REQUEST_WITHIN_S,
+            "x_service_wait": 2.0 * _REQUEST_WITHIN_S,
+            "finish_timeout": 0.75 * _ENDS_WITHIN_S,
             "finish_timeout_raises": True,
             "x_disable_meta": True,
             "x_disable_stats": True,
