@@ -320,7 +320,7 @@ class ClientFeed:
         """See `Tracking.end`."""
         if self._thread is None or self._ended:
             return ""
-        self._ended = True
+        self._ended, name = True, self._service.name
         try:
             self._lines.put_nowait({"end": outcome})
             self._lines.put_nowait(None)
@@ -329,8 +329,9 @@ class ClientFeed:
         if not self._trouble:
             # What waits here would go with this process; a pipe takes it in no time.
             self._handed_over.wait(_HANDED_OVER_WITHIN_S)
-            return ""
-        return f"{self._service.name} lacks the figures of {self.lacking} steps: {self._trouble}"
+            late = f"{name} has yet to confirm the figures of {self.lacking} steps"
+            return late if self.lacking else ""
+        return f"{name} lacks the figures of {self.lacking} steps: {self._trouble}"
 
     def _run(self) -> None:
         try:
@@ -376,6 +377,8 @@ class ClientFeed:
                 self._trouble = ""
                 self.news.append((Reason.TRACKING_RESUMED, f"{self._service.name} takes figures"))
         process.stdout.close()
+        if not self._ended:
+            self._failed("its client has ended")
 
     def _failed(self, why: str) -> None:
         if not self._trouble:

@@ -7,6 +7,7 @@ Lines on standard output say how many were taken, and what is wrong. See `tracki
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -353,7 +354,8 @@ def main(arguments: Sequence[str]) -> None:
     os.nice(10)
 
     def say(line: Line) -> None:
-        print(json.dumps(line), file=out, flush=True)
+        with contextlib.suppress(OSError):  # the worker has ended, and this run has its end to tell
+            print(json.dumps(line), file=out, flush=True)
 
     about = json.loads(sys.stdin.readline())
     if about["access"] is not None:
