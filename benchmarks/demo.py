@@ -59,6 +59,11 @@ class Switch:
         """Ask the present one."""
         return self.inner.request_objective_us
 
+    @property
+    def first_token_objective_us(self) -> int:
+        """Ask the present one."""
+        return self.inner.first_token_objective_us
+
     def before_step(self, facts: StepInput) -> Grant:
         """Ask the present one."""
         return self.inner.before_step(facts)
@@ -66,6 +71,14 @@ class Switch:
     def after_step(self, end_ns: int, latency_us: int) -> None:
         """Tell the present one."""
         self.inner.after_step(end_ns, latency_us)
+
+    def after_prompt(self, tokens: int, latency_us: int, grant: Grant) -> None:
+        """Tell the present one."""
+        self.inner.after_prompt(tokens, latency_us, grant)
+
+    def after_first_token(self, after_us: int) -> None:
+        """Tell the present one."""
+        self.inner.after_first_token(after_us)
 
     def idle(self, now_ns: int) -> Grant:
         """Ask the present one."""

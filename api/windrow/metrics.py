@@ -161,6 +161,18 @@ DECODE_WAITING: Final = _of_slot(
 DECODE_REQUESTS: Final = _of_slot(
     "windrow_decode_requests_completed_total", _COUNTER, "requests", "Requests that were answered."
 )
+DECODE_FIRST_TOKENS: Final = _of_slot(
+    "windrow_decode_first_tokens_total",
+    _COUNTER,
+    "tokens",
+    "First tokens of requests, while the policy has an objective for them.",
+)
+DECODE_FIRST_TOKENS_OVER: Final = _of_slot(
+    "windrow_decode_first_tokens_over_objective_total",
+    _COUNTER,
+    "tokens",
+    "First tokens that came later than the policy's time to first token.",
+)
 COMPUTE_UNITS: Final = _of_slot(
     "windrow_compute_units", _GAUGE, "units", "Compute units (cores or SMs) of the device."
 )

@@ -26,9 +26,11 @@ class BoundDecider {
   }
 
   nb::object decide(const nb::tuple& view, const nb::tuple& offer, std::int64_t now_ns,
-                    bool present, std::int64_t chunks) {
+                    bool present, std::int64_t chunks, std::int64_t prompts_left,
+                    std::int64_t waited_us) {
+    const PromptQueue prompts{.left_tokens = prompts_left, .waited_us = waited_us};
     return grant_tuple(grant_type_, decider_.decide(record_of<View>(view), record_of<Offer>(offer),
-                                                    now_ns, present, chunks));
+                                                    now_ns, present, chunks, prompts));
   }
 
   Decider& decider() { return decider_; }

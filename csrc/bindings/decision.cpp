@@ -167,7 +167,7 @@ Policy policy_from(const nb::object& policy) {
 
 void set_terms(BoundDecider& self, const nb::object& policy, std::string_view idle, bool observing,
                bool per_request, bool refused, std::int64_t objective_us, std::int64_t deferral_us,
-               std::size_t allowed, std::int64_t idle_units) {
+               std::int64_t first_token_us, std::size_t allowed, std::int64_t idle_units) {
   self.decider().set_terms({.policy = policy_from(policy),
                             .idle = why_of(idle),
                             .observing = observing,
@@ -175,6 +175,7 @@ void set_terms(BoundDecider& self, const nb::object& policy, std::string_view id
                             .refused = refused,
                             .objective_us = objective_us,
                             .deferral_us = deferral_us,
+                            .first_token_us = first_token_us,
                             .allowed = allowed,
                             .idle_units = idle_units});
 }
@@ -207,9 +208,17 @@ void bind_decider(nb::module_& module) {
       .def("clear_terms", [](BoundDecider& self) { self.decider().clear_terms(); })
       .def("set_terms", &set_terms, nb::kw_only(), nb::arg("policy"), nb::arg("idle"),
            nb::arg("observing"), nb::arg("per_request"), nb::arg("refused"),
-           nb::arg("objective_us"), nb::arg("deferral_us"), nb::arg("allowed"),
-           nb::arg("idle_units"))
+           nb::arg("objective_us"), nb::arg("deferral_us"), nb::arg("first_token_us"),
+           nb::arg("allowed"), nb::arg("idle_units"))
       .def("decide", &BoundDecider::decide)
+      .def("observe_prompt",
+           [](BoundDecider& self, std::int64_t tokens, double latency_us, const nb::tuple& grant) {
+             self.decider().observe_prompt(tokens, latency_us, record_of<Grant>(grant));
+           })
+      .def("observe_first_token",
+           [](BoundDecider& self, double after_us) {
+             self.decider().observe_first_token(after_us);
+           })
       .def("observe", [](BoundDecider& self, std::int64_t now_ns,
                          double latency_us) { return self.decider().observe(now_ns, latency_us); })
       .def("headroom_units",
@@ -220,6 +229,15 @@ void bind_decider(nb::module_& module) {
       .def_prop_ro("why", [](BoundDecider& self) { return self.word(self.decider().why()); })
       .def_prop_ro("margin", [](BoundDecider& self) { return self.decider().margin(); })
       .def_prop_ro("alone_us", [](BoundDecider& self) { return self.decider().alone_us(); })
+      .def_prop_ro("prompt_token_us",
+                   [](BoundDecider& self) { return self.decider().prompts().token_us(); })
+      .def_prop_ro("prompt_margin",
+                   [](BoundDecider& self) { return self.decider().prompts().margin(); })
+      .def_prop_ro("first_tokens",
+                   [](BoundDecider& self) {
+                     return nb::make_tuple(self.decider().first_tokens(),
+                                           self.decider().first_tokens_over());
+                   })
       .def_prop_ro("would_units", [](BoundDecider& self) { return self.decider().would_units(); })
       .def_prop_ro("extrapolated",
                    [](BoundDecider& self) { return self.decider().extrapolated(); });

@@ -201,6 +201,9 @@ class BoundStep {
     around_->set_self(self);
     step_.after_step(end_ns, latency_us);
   }
+  void after_prompt(std::int64_t tokens, double latency_us, const nb::tuple& grant) {
+    step_.after_prompt(tokens, latency_us, record_of<Grant>(grant));
+  }
   void close(nb::handle self) {
     around_->set_self(self);
     step_.close();
@@ -335,6 +338,9 @@ void bind_harvest_step(nb::module_& module) {
            [](nb::handle_t<BoundStep> self, std::int64_t now_ns) {
              return nb::inst_ptr<BoundStep>(self)->idle(self, now_ns);
            })
+      .def("after_prompt", &BoundStep::after_prompt)
+      .def("after_first_token",
+           [](BoundStep& self, double after_us) { self.step().after_first_token(after_us); })
       .def("_revoke_all",
            [](nb::handle_t<BoundStep> self) { nb::inst_ptr<BoundStep>(self)->close(self); })
       .def("_news", [](BoundStep& self) { self.step().news(); })

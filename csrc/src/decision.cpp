@@ -13,6 +13,17 @@ constexpr Offer kEager{.job_epoch = 1};
 // Ten minutes: no step takes as long.
 constexpr double kImpossibleUs = 6e8;
 
+std::vector<double> decode_shares(const Decider::Device& device) {
+  std::vector<double> shares;
+  const auto units = static_cast<double>(device.units);
+  for (const DecisionSplit& split : device.splits) {
+    // Where decode keeps every unit, the worker's are shared.
+    const std::int64_t left = std::min(split.decode_units, device.units - split.finetune_units);
+    shares.push_back(static_cast<double>(left) / units);
+  }
+  return shares;
+}
+
 }  // namespace
 
 Decider::Decider(const DecisionFigures& figures, Device device, std::int64_t pause_epoch,
@@ -20,6 +31,7 @@ Decider::Decider(const DecisionFigures& figures, Device device, std::int64_t pau
     : guard_(std::move(guard)),
       decode_units_(device.units),
       pause_epoch_(pause_epoch),
+      prompts_(decode_shares(device)),
       figures_(figures),
       device_(std::move(device)),
       solo_us_(device_.splits.size()),
@@ -54,8 +66,8 @@ void Decider::set_terms(DecisionTerms terms) {
 }
 
 Grant Decider::decide(const View& view, const Offer& offer, std::int64_t now_ns, bool present,
-                      std::int64_t chunks) {
-  Grant grant = wish(view, offer, now_ns, present);
+                      std::int64_t chunks, const PromptQueue& prompts) {
+  Grant grant = wish(view, offer, now_ns, present, prompts);
   hand_over(grant, offer, present);
   const bool settled = decode_units_ == grant.decode_units;
   const bool runs = grant.action != kPause && view.batch > 0 && settled;
@@ -72,6 +84,11 @@ Grant Decider::decide(const View& view, const Offer& offer, std::int64_t now_ns,
   grant.decode_units = decode_units_;
   grant.pause_epoch = pause_epoch_;
   grant.chunks = chunks;
+  if (prompts.left_tokens == 0) {
+    beside_prompts_ = false;
+  } else if (grant.finetune_units > 0) {
+    beside_prompts_ = true;
+  }
   return grant;
 }
 
@@ -102,6 +119,26 @@ std::optional<double> Decider::observe(std::int64_t now_ns, double latency_us) {
   const double near = std::min(1.0, expected / objective_us);
   predictor_->follow(residual, near * near);
   return residual;
+}
+
+void Decider::observe_prompt(std::int64_t tokens, double latency_us, const Grant& grant) {
+  if (grant.finetune_units == 0 && grant.decode_units == device_.units) {
+    prompts_.observe(0, tokens, latency_us);
+  } else if (const std::int64_t split = index_of(grant); split > 0 && !is_for_one_step(grant)) {
+    prompts_.observe(static_cast<std::size_t>(split), tokens, latency_us);
+  }
+}
+
+void Decider::observe_first_token(double after_us) {
+  if (terms_.first_token_us == 0 || !(after_us >= 0)) {
+    return;
+  }
+  const bool late = after_us > static_cast<double>(terms_.first_token_us);
+  ++first_tokens_;
+  first_tokens_over_ += late ? 1 : 0;
+  if (beside_prompts_) {
+    prompts_.follow(late, guard_->allowed_share());
+  }
 }
 
 double Decider::headroom_units(const View& view) const {
@@ -144,7 +181,8 @@ PolicyContext Decider::context(double margin, std::span<const double> beside_us,
 }
 
 // What policy and guard want, whatever the worker is doing right now.
-Grant Decider::wish(const View& view, const Offer& offer, std::int64_t now_ns, bool present) {
+Grant Decider::wish(const View& view, const Offer& offer, std::int64_t now_ns, bool present,
+                    const PromptQueue& prompts) {
   if (!terms_.policy) {
     return paused(terms_.idle);
   }
@@ -164,7 +202,12 @@ Grant Decider::wish(const View& view, const Offer& offer, std::int64_t now_ns, b
     would_units_ = 0;
     return paused(why != Why::kRuns ? why : Why::kObjective);
   }
-  const PolicyContext ctx = context(margin_shown_, beside_us_, solo_us_);
+  PolicyContext ctx = context(margin_shown_, beside_us_, solo_us_);
+  ctx.allowed = allowed_beside(prompts);
+  if (ctx.allowed == 1 && terms_.allowed > 1) {
+    would_units_ = 0;
+    return paused(Why::kPrompts);
+  }
   const Offer& asked = observing ? kEager : offer;
   Grant grant = terms_.policy(view, asked, ctx);
   if (grant.action != kPause) {
@@ -194,6 +237,23 @@ Grant Decider::wish(const View& view, const Offer& offer, std::int64_t now_ns, b
     return alone(ctx);
   }
   return grant;
+}
+
+// As many splits as leave every waiting prompt its first token in time: the one that arrived first
+// has waited longest, and the last has all the others before it. Both at once is more than any
+// single request has to bear.
+std::size_t Decider::allowed_beside(const PromptQueue& prompts) const {
+  if (terms_.first_token_us == 0 || prompts.left_tokens == 0) {
+    return terms_.allowed;
+  }
+  for (std::size_t index = terms_.allowed; index-- > 1;) {
+    const double after_us = static_cast<double>(prompts.waited_us) +
+                            prompts_.predict_us(index, prompts.left_tokens) + beside_us_[index];
+    if (after_us <= static_cast<double>(terms_.first_token_us)) {
+      return index + 1;
+    }
+  }
+  return 1;
 }
 
 // The wish, unless the guard forbids it or it passes a hard limit.

@@ -153,7 +153,7 @@ const Grant& HarvestStep::before_step(const StepFacts& facts) {
   const std::int64_t begin_ns = around_.now_ns();
   decided_ =
       !(begin_ns < steady_until_ns_ && facts.batch == view_.batch && facts.admitted_tokens == 0 &&
-        facts.waiting == 0 && facts.prefill_tokens == 0 && !news_);
+        facts.waiting == 0 && facts.prefill_tokens == 0 && facts.prompts_left == 0 && !news_);
   if (decided_) {
     judge(begin_ns);
     prefilled_ = facts.prefill_tokens > 0 || facts.batch == 0;
@@ -284,7 +284,11 @@ void HarvestStep::decide(std::int64_t now_ns, const StepFacts* facts) {
     decider_.guard().queued(now_ns, view_.waited_us);
   }
   const std::int64_t may_hold = lender_.plan(now_ns, chunks, offer, terms_, kv_short, counters_);
-  const Grant grant = decider_.decide(view_, offer, now_ns, present_, may_hold);
+  PromptQueue prompts;
+  if (facts != nullptr) {
+    prompts = {.left_tokens = facts->prompts_left, .waited_us = facts->first_token_waited_us};
+  }
+  const Grant grant = decider_.decide(view_, offer, now_ns, present_, may_hold, prompts);
   unit_ns_ += units_ * static_cast<double>(now_ns - units_since_ns_);
   granted_ns_ += units_ > 0 ? now_ns - units_since_ns_ : 0;
   units_ = grant.finetune_units != 0 ? decider_.would_units() : 0;

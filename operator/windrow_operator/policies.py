@@ -141,7 +141,7 @@ def config_of(terms: EffectivePolicy | None) -> pb.PolicyConfig:
     if terms is None or terms.policy.spec is None:
         return pb.PolicyConfig(name="", mode="off")
     spec = terms.policy.spec
-    deferral = spec.objective.deferral_bound
+    deferral, first_token = spec.objective.deferral_bound, spec.objective.ttft
     return pb.PolicyConfig(
         name=terms.policy.name,
         policy=spec.policy,
@@ -154,6 +154,7 @@ def config_of(terms: EffectivePolicy | None) -> pb.PolicyConfig:
         generation=terms.policy.generation,
         deferral_seconds=deferral.total_seconds() if deferral else 0.0,
         lease_seconds=spec.lease.total_seconds(),
+        first_token_seconds=first_token.total_seconds() if first_token else 0.0,
     )
 
 

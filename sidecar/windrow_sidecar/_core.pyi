@@ -465,12 +465,29 @@ class Decider:
         refused: bool,
         objective_us: int,
         deferral_us: int,
+        first_token_us: int,  # 0: no objective
         allowed: int,
         idle_units: int,
     ) -> None: ...
     def decide(
-        self, view: View, offer: Offer, now_ns: int, present: bool, chunks: int, /
+        self,
+        view: View,
+        offer: Offer,
+        now_ns: int,
+        present: bool,
+        chunks: int,
+        prompts_left: int,  # see StepInput
+        first_token_waited_us: int,
+        /,
     ) -> Grant: ...
+    def observe_prompt(self, tokens: int, latency_us: float, grant: Grant, /) -> None: ...
+    def observe_first_token(self, after_us: float, /) -> None: ...
+    @property
+    def prompt_token_us(self) -> float: ...  # of a prompt's token on all units; 0: not known
+    @property
+    def prompt_margin(self) -> float: ...
+    @property
+    def first_tokens(self) -> tuple[int, int]: ...  # in all, and later than the objective
     def observe(self, now_ns: int, latency_us: float, /) -> float | None: ...
     def headroom_units(self, view: View, /) -> float: ...
     def during(self) -> tuple[int, int, int, bool, int, bool, bool, int, int]:
@@ -521,6 +538,8 @@ class HarvestStep:
         """Take note; a step over the objective is judged at once, others at the next decision."""
     def idle(self, now_ns: int, /) -> Grant:
         """Decide for a decode that runs dry: the worker may have the device."""
+    def after_prompt(self, tokens: int, latency_us: float, grant: Grant, /) -> None: ...
+    def after_first_token(self, after_us: float, /) -> None: ...
     def worker_lives(self, epoch: int, /) -> None:
         """Take note of the job epoch of the only worker that lives; 0: none does. Any thread."""
     @property

@@ -150,6 +150,90 @@ TEST(Decider, AnOpenBreakerLetsATrialBegin) {
   EXPECT_EQ(slot.guard().reason(), "");
 }
 
+// A slot whose step objective never binds, with one for first tokens of a second.
+class Prompted {
+ public:
+  Prompted() {
+    slot.set_terms({.policy = policy_of("windrow").decide,
+                    .objective_us = 60'000'000,
+                    .deferral_us = 400'000,
+                    .first_token_us = 1'000'000,
+                    .allowed = 4,
+                    .idle_units = kUnits});
+  }
+
+  Grant decide(const PromptQueue& prompts) {
+    now_ns_ += 4'000'000;
+    return slot.decide({.batch = 1, .context_tokens = 100, .objective_us = 60'000'000},
+                       {.job_epoch = 1}, now_ns_, true, 0, prompts);
+  }
+
+  Decider slot = decider();
+
+ private:
+  std::int64_t now_ns_ = kSecondNs;
+};
+
+TEST(Decider, APromptLeavesTheWorkerWhatTheFirstTokenHasTimeFor) {
+  Prompted pod;
+  Decider& slot = pod.slot;
+  const Grant alone{.decode_units = kUnits};
+  // Nothing is known of prompts yet: the worker waits for the first one.
+  EXPECT_EQ(pod.decide({.left_tokens = 100}).action, kPause);
+  EXPECT_EQ(slot.why(), Why::kPrompts);
+  slot.observe_prompt(1000, 100'000, alone);  // 100 us a token
+  EXPECT_DOUBLE_EQ(slot.prompts().token_us(), 100);
+  const std::int64_t most = pod.decide({.left_tokens = 100}).finetune_units;
+  EXPECT_GT(most, 0);
+  // Its share shrinks as prompts take more of the time that is left, and by how long they waited.
+  std::int64_t last = most;
+  for (const std::int64_t tokens : {2000, 4000, 6000, 8000, 9500}) {
+    const std::int64_t units = pod.decide({.left_tokens = tokens}).finetune_units;
+    EXPECT_LE(units, last);
+    last = units;
+  }
+  EXPECT_EQ(last, 0);
+  EXPECT_EQ(pod.decide({.left_tokens = 100, .waited_us = 999'000}).finetune_units, 0);
+  // A step without a prompt is the policy's alone.
+  EXPECT_GT(pod.decide({}).finetune_units, 0);
+}
+
+TEST(Decider, LateFirstTokensBesideTheWorkerWidenTheMarginAndOthersDoNot) {
+  Prompted pod;
+  Decider& slot = pod.slot;
+  slot.observe_prompt(1000, 100'000, {.decode_units = kUnits});
+  const double start = slot.prompts().margin();
+  slot.observe_first_token(2e6);  // no worker ran meanwhile
+  EXPECT_DOUBLE_EQ(slot.prompts().margin(), start);
+  ASSERT_GT(pod.decide({.left_tokens = 100}).finetune_units, 0);
+  slot.observe_first_token(2e6);
+  EXPECT_GT(slot.prompts().margin(), start);
+  for (int i = 0; i < 200; ++i) {
+    slot.observe_first_token(1000);
+  }
+  EXPECT_DOUBLE_EQ(slot.prompts().margin(), start);
+  EXPECT_EQ(slot.first_tokens(), 202);
+  EXPECT_EQ(slot.first_tokens_over(), 2);
+}
+
+TEST(PromptModel, LearnsWhatAWorkerCostsAndRefusesNonsense) {
+  PromptModel model({1.0, 0.5});
+  EXPECT_TRUE(std::isinf(model.predict_us(1, 10)));
+  model.observe(1, 10, 5000);  // beside a worker first: nothing to compare with
+  model.observe(0, 0, 5000);
+  model.observe(0, 10, -1);
+  model.observe(0, 10, std::nan(""));
+  EXPECT_EQ(model.token_us(), 0);
+  model.observe(0, 1000, 100'000);
+  const double by_units = model.predict_us(1, 1000);
+  EXPECT_DOUBLE_EQ(by_units, 2 * model.predict_us(0, 1000));
+  for (int i = 0; i < 100; ++i) {
+    model.observe(1, 1000, 120'000);
+  }
+  EXPECT_NEAR(model.predict_us(1, 1000), 1.2 * model.predict_us(0, 1000), 1);
+  EXPECT_THROW(static_cast<void>(model.predict_us(2, 1)), std::out_of_range);
+}
+
 TEST(Decider, RefusesWhatDoesNotFitItsDevice) {
   Decider slot = decider();
   EXPECT_THROW(slot.set_terms({.allowed = 5}), std::invalid_argument);

@@ -418,6 +418,40 @@ def test_the_facts_tell_the_least_slack_where_requests_are_held_to_an_objective(
     assert slacks[5] < slacks[3], "the request that has saved the least counts"
 
 
+def test_the_facts_tell_what_waits_for_a_first_token_where_a_policy_asks_for_it(bench):
+    facts_seen: list[StepInput] = []
+    passes: list[int] = []
+    firsts: list[int] = []
+
+    class ByFirstToken(NullHook):
+        first_token_objective_us = 1000
+
+        def before_step(self, facts: StepInput) -> Grant:
+            facts_seen.append(facts)
+            return Grant()
+
+        def after_prompt(self, tokens: int, latency_us: int, grant: Grant) -> None:
+            passes.append(tokens)
+            assert latency_us > 0
+
+        def after_first_token(self, after_us: int) -> None:
+            firsts.append(after_us)
+
+    one = bench(prefill_tokens=16)
+    one.use(ByFirstToken())
+    one.scheduler.submit(request(1, n_prompt=40, max_tokens=2))
+    one.scheduler.submit(request(2, n_prompt=20, max_tokens=2))
+    one.scheduler.submit(request(3, n_prompt=30, max_tokens=2, kv_arrives=True))
+    one.run_dry()
+    # The last token of a prompt is computed by the step that yields the first one.
+    assert sum(passes) == 39 + 19
+    assert [facts.prompts_left for facts in facts_seen][:3] == [60, 44, 28]
+    assert facts_seen[0].first_token_waited_us > 0
+    assert facts_seen[-1].prompts_left == facts_seen[-1].first_token_waited_us == 0
+    assert len(firsts) == 2, "the prompt of the third was computed elsewhere"
+    assert all(after_us > 0 for after_us in firsts)
+
+
 def test_cancelled_requests_give_their_memory_back_in_every_state(bench):
     one = bench(chunks=2, reserve_tokens=1)
     for i in range(3):  # running, prefilling, waiting

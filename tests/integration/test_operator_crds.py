@@ -202,7 +202,7 @@ def parsed(spec):
         ("objective", {"tpot": "10us"}, "tpot must be between 100us and 1m"),
         ("objective", {"tpot": "999999999999999h"}, "tpot must be between 100us and 1m"),
         ("objective", {"tpot": "40ms", "percentile": 0.001}, "greater than or equal to 50"),
-        ("objective", {"tpot": "40ms", "ttft": "1s"}, "ttft is not supported yet"),
+        ("objective", {"tpot": "40ms", "ttft": "11m"}, "ttft must be between 1ms and 10m"),
         ("objective", {"tpot": "40ms", "deferralBound": "2m"}, "deferralBound must be between"),
         ("selector", {"matchLabels": {"-app": "chat"}}, "not a label key"),
         ("selector", {"matchLabels": {"app": "no spaces"}}, "should match"),

@@ -15,6 +15,7 @@ class RecordingHook:
     """
 
     request_objective_us = 0
+    first_token_objective_us = 0
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, object]] = []
@@ -27,6 +28,14 @@ class RecordingHook:
     def after_step(self, end_ns: int, latency_us: int) -> None:
         """Keep it."""
         self.calls.append(("after_step", (end_ns, latency_us)))
+
+    def after_prompt(self, tokens: int, latency_us: int, grant: Grant) -> None:
+        """Keep it."""
+        self.calls.append(("after_prompt", (tokens, latency_us)))
+
+    def after_first_token(self, after_us: int) -> None:
+        """Keep it."""
+        self.calls.append(("after_first_token", after_us))
 
     def idle(self, now_ns: int) -> Grant:
         """Keep it."""
@@ -64,6 +73,14 @@ def check_calls(calls: list[tuple[str, object]]) -> int:
             assert abs(took_us - latency_us) <= 1, f"call {i}: {latency_us} us are not {took_us}"
             last_number = open_step.step
             last_end_ns, open_step, steps = end_ns, None, steps + 1
+        elif name == "after_prompt":
+            assert isinstance(what, tuple)
+            tokens, latency_us = what
+            assert tokens > 0, f"call {i}: a prompt without a token"
+            assert latency_us >= 0, f"call {i}: a pass that ends before it begins"
+        elif name == "after_first_token":
+            assert isinstance(what, int)
+            assert what >= 0, f"call {i}: a first token before its request"
         elif name == "idle":
             assert open_step is None, f"call {i}: idle in the middle of a step"
     assert open_step is None, "the last step has no end"

@@ -224,6 +224,7 @@ class Granting:
             refused=False,
             objective_us=12_000,
             deferral_us=0,
+            first_token_us=0,
             allowed=4,
             idle_units=4,
         )
@@ -262,6 +263,8 @@ def test_narrowing_decode_is_immediate():
         ({"max_memory_percent": 101}, "spec.limits.maxMemoryPercent"),
         ({"deferral_seconds": 61.0}, "spec.objective.deferralBound"),
         ({"deferral_seconds": float("nan")}, "spec.objective.deferralBound"),
+        ({"first_token_seconds": 601.0}, "spec.objective.ttft"),
+        ({"first_token_seconds": float("nan")}, "spec.objective.ttft"),
     ],
 )
 def test_terms_that_cannot_be_kept_are_refused_by_field(changes, field):
@@ -280,6 +283,8 @@ def test_terms_that_cannot_be_kept_are_refused_by_field(changes, field):
     assert (terms.max_compute_percent, terms.max_memory_percent) == (60, 0)
     assert terms.deferral_us == 400_000
     assert make_terms(**asked, deferral_seconds=0.3).deferral_us == 300_000
+    assert terms.first_token_us == 0
+    assert make_terms(**asked, first_token_seconds=0.5).first_token_us == 500_000
     assert make_terms(**{**asked, "name": ""}) is None
     with pytest.raises(UserError) as refused:
         make_terms(**{**asked, **changes})

@@ -31,6 +31,12 @@ class Granting:
     def after_step(self, end_ns: int, latency_us: int) -> None:
         self._enter("after_step")
 
+    def after_prompt(self, tokens: int, latency_us: int, grant: Grant) -> None:
+        self._enter("after_prompt")
+
+    def after_first_token(self, after_us: int) -> None:
+        self._enter("after_first_token")
+
     def idle(self, now_ns: int) -> Grant:
         self._enter("idle")
         return Grant(finetune_units=2)
@@ -46,7 +52,9 @@ def test_a_sound_hook_is_passed_through():
     assert not hook.failed
 
 
-@pytest.mark.parametrize("method", ["before_step", "after_step", "idle"])
+@pytest.mark.parametrize(
+    "method", ["before_step", "after_step", "after_prompt", "after_first_token", "idle"]
+)
 def test_a_hook_that_raises_is_closed_and_decode_gets_every_unit_from_then_on(method, caplog):
     inner, heard = Granting(broken=method), []
     hook = FailClosed(inner, on_failure=heard.append)
@@ -54,6 +62,8 @@ def test_a_hook_that_raises_is_closed_and_decode_gets_every_unit_from_then_on(me
         for _ in range(3):
             last = hook.before_step(FACTS)
             hook.after_step(10, 10)
+            hook.after_prompt(5, 10, last)
+            hook.after_first_token(10)
             hook.idle(20)
     assert hook.failed
     assert inner.calls.count(method) == 1

@@ -56,6 +56,7 @@ class Simulated:
                 refused=False,
                 objective_us=OBJECTIVE_US,
                 deferral_us=terms.deferral_us,
+                first_token_us=0,
                 allowed=allowed,
                 idle_units=LEVELS.idle_share(percent),
             )

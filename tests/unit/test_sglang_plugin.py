@@ -117,7 +117,7 @@ def parts_with(**step_hook) -> SimpleNamespace:
     """What a scheduler is harvested with, as far as a step asks for it."""
     return SimpleNamespace(
         inner=SimpleNamespace(is_awake=True, controller=SimpleNamespace(terms=None)),
-        hook=SimpleNamespace(**step_hook),
+        hook=SimpleNamespace(**{"first_token_objective_us": 0, **step_hook}),
         partition=SimpleNamespace(activate=lambda units: None),
         splits=SimpleNamespace(units=2),
         allocator=SimpleNamespace(chunks=SimpleNamespace(refresh=lambda: None)),
@@ -174,6 +174,50 @@ def test_the_facts_tell_the_slack_of_the_request_that_has_saved_the_least():
     step(us=1500)  # the other has its first token only now
     step(us=1)
     assert told == [0, 0, 600, 0, -500]
+
+
+EXTENDS = SimpleNamespace(is_decode=lambda: False, is_extend=lambda: True)
+
+
+def test_prompts_that_wait_are_told_and_their_passes_and_first_tokens_reported():
+    seen, passes, firsts = [], [], []
+    now_ns = [10_000_000_000]
+    parts = parts_with(
+        before_step=lambda facts: seen.append(facts) or Grant(decode_units=2),
+        after_prompt=lambda tokens, latency_us, grant: passes.append((tokens, latency_us)),
+        after_first_token=firsts.append,
+        first_token_objective_us=500_000,
+        request_objective_us=0,
+    )
+
+    def prompt(name, tokens, *, arrived_s):
+        return SimpleNamespace(
+            rid=name,
+            origin_input_ids=[1] * tokens,
+            output_ids=[],
+            fill_ids=[1] * tokens,
+            finished=lambda: False,
+            time_stats=SimpleNamespace(wait_queue_entry_time=arrived_s),
+        )
+
+    first, cut = prompt("r0", 100, arrived_s=9.9), prompt("r1", 80, arrived_s=9.95)
+    cut.fill_ids = [1] * 28  # its pass ends there
+    retracted = prompt("r2", 50, arrived_s=1.0)
+    retracted.output_ids.append(1)
+    scheduler = SimpleNamespace(
+        waiting_queue=[prompt("r3", 40, arrived_s=9.99), retracted], chunked_req=cut
+    )
+    batch = SimpleNamespace(reqs=[first], extend_num_tokens=128, forward_mode=EXTENDS)
+    harvest = SchedulerHarvest(parts, None, clock=lambda: now_ns[0])
+    harvest.before_batch(scheduler, batch)
+    # 128 in this pass, 52 more of the one that is cut, 40 in the queue.
+    assert (seen[0].prefill_tokens, seen[0].prompts_left) == (128, 128 + 52 + 40)
+    assert seen[0].first_token_waited_us == pytest.approx(100_000, abs=2)
+    now_ns[0] += 30_000_000
+    first.output_ids.append(1)
+    harvest.after_batch(batch)
+    assert passes == [(128, 30_000)]
+    assert firsts == [pytest.approx(130_000, abs=2)]
 
 
 def test_the_facts_of_a_decode_that_speculates_are_of_its_requests():

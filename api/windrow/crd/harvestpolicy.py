@@ -43,6 +43,7 @@ _SHORTEST_TPOT: Final = timedelta(microseconds=100)
 _LONGEST_TPOT: Final = timedelta(minutes=1)
 _SHORTEST_LEASE, _LONGEST_LEASE = timedelta(seconds=2), timedelta(hours=24)
 _SHORTEST_DEFERRAL, _LONGEST_DEFERRAL = timedelta(milliseconds=1), timedelta(minutes=1)
+_SHORTEST_TTFT, _LONGEST_TTFT = timedelta(milliseconds=1), timedelta(minutes=10)
 
 _DAYS: Final = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _DAY: Final = f"({'|'.join(_DAYS)})"
@@ -126,7 +127,11 @@ class ObjectiveSpec(Record):
                     "duration(self.tpot) <= duration('1m')",
                     "tpot must be between 100us and 1m",
                 ),
-                cel("!has(self.ttft)", "ttft is not supported yet: leave it out"),
+                cel(
+                    "!has(self.ttft) || (duration(self.ttft) >= duration('1ms') "
+                    "&& duration(self.ttft) <= duration('10m'))",
+                    "ttft must be between 1ms and 10m",
+                ),
                 cel(
                     "!has(self.deferralBound) || (duration(self.deferralBound) >= duration('1ms') "
                     "&& duration(self.deferralBound) <= duration('1m'))",
@@ -151,8 +156,9 @@ class ObjectiveSpec(Record):
     )
     ttft: Duration | None = Field(
         default=None,
-        description="Time to first token that must be kept, where prompts prefill. v1alpha1 does "
-        "not keep one yet.",
+        description="Time to first token that must be kept where an instance computes prompts "
+        "itself, like 500ms. 1ms to 10m. While a prompt waits, the worker gets as much as leaves "
+        "this time. Left out: prompts count as a decode step of one request.",
     )
     deferral_bound: Duration | None = Field(
         default=None,
@@ -182,9 +188,12 @@ class ObjectiveSpec(Record):
 
     @field_validator("ttft")
     @classmethod
-    def _not_yet(cls, length: timedelta | None) -> timedelta | None:
-        if length is not None:
-            raise invalid("is not supported yet", "Leave it out.")
+    def _a_first_token(cls, length: timedelta | None) -> timedelta | None:
+        if length is not None and not _SHORTEST_TTFT <= length <= _LONGEST_TTFT:
+            raise invalid(
+                f"{format_duration(length)} is not a time to first token",
+                "Write one between 1ms and 10m, like 500ms, or leave it out.",
+            )
         return length
 
 

@@ -65,7 +65,7 @@ class EngineHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., slot: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., arena_socket: _Optional[str] = ..., weights_manifest: _Optional[str] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., device_uuid: _Optional[str] = ..., cores: _Optional[_Iterable[int]] = ..., sharing_code: _Optional[str] = ...) -> None: ...
 
 class EngineStats(_message.Message):
-    __slots__ = ("steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "busy_seconds", "breaker", "predicted_tokens_per_second", "decision_p50_seconds", "decision_p99_seconds", "requests_completed", "tpot_histogram", "tpot_sum_seconds", "objective_seconds", "paused", "decision_seconds", "tpot_objective_ratio", "predictor_ratio", "chunk_return_seconds", "chunks_lent", "chunks_revoked", "chunks_reclaimed", "guard_trips", "granted_unit_seconds", "predictor_margin", "throttled_periods", "throttled_seconds")
+    __slots__ = ("steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "busy_seconds", "breaker", "predicted_tokens_per_second", "decision_p50_seconds", "decision_p99_seconds", "requests_completed", "tpot_histogram", "tpot_sum_seconds", "objective_seconds", "paused", "decision_seconds", "tpot_objective_ratio", "predictor_ratio", "chunk_return_seconds", "chunks_lent", "chunks_revoked", "chunks_reclaimed", "guard_trips", "granted_unit_seconds", "predictor_margin", "throttled_periods", "throttled_seconds", "first_tokens", "first_tokens_over_objective")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEPS_OVER_OBJECTIVE_FIELD_NUMBER: _ClassVar[int]
     TPOT_P50_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,8 @@ class EngineStats(_message.Message):
     PREDICTOR_MARGIN_FIELD_NUMBER: _ClassVar[int]
     THROTTLED_PERIODS_FIELD_NUMBER: _ClassVar[int]
     THROTTLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_OVER_OBJECTIVE_FIELD_NUMBER: _ClassVar[int]
     steps: int
     steps_over_objective: int
     tpot_p50_seconds: float
@@ -128,7 +130,9 @@ class EngineStats(_message.Message):
     predictor_margin: float
     throttled_periods: int
     throttled_seconds: float
-    def __init__(self, steps: _Optional[int] = ..., steps_over_objective: _Optional[int] = ..., tpot_p50_seconds: _Optional[float] = ..., tpot_p99_seconds: _Optional[float] = ..., batch: _Optional[int] = ..., context_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., decode_units: _Optional[int] = ..., finetune_units: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., breaker: _Optional[str] = ..., predicted_tokens_per_second: _Optional[float] = ..., decision_p50_seconds: _Optional[float] = ..., decision_p99_seconds: _Optional[float] = ..., requests_completed: _Optional[int] = ..., tpot_histogram: _Optional[_Iterable[int]] = ..., tpot_sum_seconds: _Optional[float] = ..., objective_seconds: _Optional[float] = ..., paused: _Optional[str] = ..., decision_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., tpot_objective_ratio: _Optional[_Union[Histogram, _Mapping]] = ..., predictor_ratio: _Optional[_Union[Histogram, _Mapping]] = ..., chunk_return_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., chunks_lent: _Optional[int] = ..., chunks_revoked: _Optional[int] = ..., chunks_reclaimed: _Optional[int] = ..., guard_trips: _Optional[int] = ..., granted_unit_seconds: _Optional[float] = ..., predictor_margin: _Optional[float] = ..., throttled_periods: _Optional[int] = ..., throttled_seconds: _Optional[float] = ...) -> None: ...
+    first_tokens: int
+    first_tokens_over_objective: int
+    def __init__(self, steps: _Optional[int] = ..., steps_over_objective: _Optional[int] = ..., tpot_p50_seconds: _Optional[float] = ..., tpot_p99_seconds: _Optional[float] = ..., batch: _Optional[int] = ..., context_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., decode_units: _Optional[int] = ..., finetune_units: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., breaker: _Optional[str] = ..., predicted_tokens_per_second: _Optional[float] = ..., decision_p50_seconds: _Optional[float] = ..., decision_p99_seconds: _Optional[float] = ..., requests_completed: _Optional[int] = ..., tpot_histogram: _Optional[_Iterable[int]] = ..., tpot_sum_seconds: _Optional[float] = ..., objective_seconds: _Optional[float] = ..., paused: _Optional[str] = ..., decision_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., tpot_objective_ratio: _Optional[_Union[Histogram, _Mapping]] = ..., predictor_ratio: _Optional[_Union[Histogram, _Mapping]] = ..., chunk_return_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., chunks_lent: _Optional[int] = ..., chunks_revoked: _Optional[int] = ..., chunks_reclaimed: _Optional[int] = ..., guard_trips: _Optional[int] = ..., granted_unit_seconds: _Optional[float] = ..., predictor_margin: _Optional[float] = ..., throttled_periods: _Optional[int] = ..., throttled_seconds: _Optional[float] = ..., first_tokens: _Optional[int] = ..., first_tokens_over_objective: _Optional[int] = ...) -> None: ...
 
 class Histogram(_message.Message):
     __slots__ = ("counts", "sum")
@@ -161,7 +165,7 @@ class EngineWorker(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class EnginePolicy(_message.Message):
-    __slots__ = ("policy", "mode", "objective_seconds", "percentile", "scope", "max_compute_percent", "max_memory_percent", "name", "deferral_seconds")
+    __slots__ = ("policy", "mode", "objective_seconds", "percentile", "scope", "max_compute_percent", "max_memory_percent", "name", "deferral_seconds", "first_token_seconds")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     OBJECTIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +175,7 @@ class EnginePolicy(_message.Message):
     MAX_MEMORY_PERCENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DEFERRAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     policy: str
     mode: str
     objective_seconds: float
@@ -180,7 +185,8 @@ class EnginePolicy(_message.Message):
     max_memory_percent: int
     name: str
     deferral_seconds: float
-    def __init__(self, policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., name: _Optional[str] = ..., deferral_seconds: _Optional[float] = ...) -> None: ...
+    first_token_seconds: float
+    def __init__(self, policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., name: _Optional[str] = ..., deferral_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
     __slots__ = ("hello", "progress", "event")

@@ -126,7 +126,7 @@ class PolicyRenewal(_message.Message):
     def __init__(self) -> None: ...
 
 class PolicyConfig(_message.Message):
-    __slots__ = ("name", "policy", "mode", "objective_seconds", "percentile", "scope", "max_compute_percent", "max_memory_percent", "generation", "deferral_seconds", "lease_seconds")
+    __slots__ = ("name", "policy", "mode", "objective_seconds", "percentile", "scope", "max_compute_percent", "max_memory_percent", "generation", "deferral_seconds", "lease_seconds", "first_token_seconds")
     NAME_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,7 @@ class PolicyConfig(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     DEFERRAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     policy: str
     mode: str
@@ -149,7 +150,8 @@ class PolicyConfig(_message.Message):
     generation: int
     deferral_seconds: float
     lease_seconds: float
-    def __init__(self, name: _Optional[str] = ..., policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., generation: _Optional[int] = ..., deferral_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
+    first_token_seconds: float
+    def __init__(self, name: _Optional[str] = ..., policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., generation: _Optional[int] = ..., deferral_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ...) -> None: ...
 
 class Assign(_message.Message):
     __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json", "outputs", "leader_term", "dataset_secret", "output_secret", "tracking_secret", "checkpoint_path", "access")

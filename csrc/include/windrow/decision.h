@@ -11,6 +11,7 @@
 #include "windrow/guard.h"
 #include "windrow/policies.h"
 #include "windrow/predictor.h"
+#include "windrow/prompts.h"
 #include "windrow/records.h"
 
 namespace windrow {
@@ -24,6 +25,7 @@ struct DecisionTerms {
   bool refused = false;  // the objective is below what decode alone takes
   std::int64_t objective_us = 0;
   std::int64_t deferral_us = 0;
+  std::int64_t first_token_us = 0;  // within which a request gets its first token; 0: no objective
   std::size_t allowed = 1;
   std::int64_t idle_units = 0;
 };
@@ -74,10 +76,14 @@ class Decider {
   // What both sides do from now on. `present`: a worker is attached and its heart beats; `chunks`:
   // how many it may hold.
   [[nodiscard]] Grant decide(const View& view, const Offer& offer, std::int64_t now_ns,
-                             bool present, std::int64_t chunks);
+                             bool present, std::int64_t chunks, const PromptQueue& prompts = {});
   // Judges the step that was decided last, and learns from it. Returns how far it was from its
   // prediction, relative to that; nothing where it ran without a worker or between two partitions.
   std::optional<double> observe(std::int64_t now_ns, double latency_us);
+  // Learns from a pass that computed so many prompt tokens under that grant.
+  void observe_prompt(std::int64_t tokens, double latency_us, const Grant& grant);
+  // Counts a request's first token, that long after it arrived.
+  void observe_first_token(double after_us);
   // What a worker that always has work would get at this moment, on average over a step.
   [[nodiscard]] double headroom_units(const View& view) const;
 
@@ -89,11 +95,17 @@ class Decider {
   [[nodiscard]] double would_units() const { return would_units_; }
   [[nodiscard]] bool extrapolated() const { return extrapolated_; }
   [[nodiscard]] const DuringStep& during() const { return during_; }
+  [[nodiscard]] const PromptModel& prompts() const { return prompts_; }
+  // First tokens since the start, and those of them that came later than the objective.
+  [[nodiscard]] std::int64_t first_tokens() const { return first_tokens_; }
+  [[nodiscard]] std::int64_t first_tokens_over() const { return first_tokens_over_; }
 
  private:
   [[nodiscard]] PolicyContext context(double margin, std::span<const double> beside_us,
                                       std::span<const double> solo_us) const;
-  [[nodiscard]] Grant wish(const View& view, const Offer& offer, std::int64_t now_ns, bool present);
+  [[nodiscard]] Grant wish(const View& view, const Offer& offer, std::int64_t now_ns, bool present,
+                           const PromptQueue& prompts);
+  [[nodiscard]] std::size_t allowed_beside(const PromptQueue& prompts) const;
   [[nodiscard]] Grant guarded(const Grant& wish, const View& view, const PolicyContext& ctx,
                               std::int64_t now_ns);
   [[nodiscard]] Grant paused(Why why);
@@ -114,6 +126,10 @@ class Decider {
   double alone_us_ = 0;
   double would_units_ = 0;
   DuringStep during_;
+  PromptModel prompts_;
+  bool beside_prompts_ = false;  // a worker ran while a request waited for its first token
+  std::int64_t first_tokens_ = 0;
+  std::int64_t first_tokens_over_ = 0;
   DecisionFigures figures_;
   Device device_;
   std::vector<double> solo_us_;

@@ -27,10 +27,11 @@ enum class Why : std::uint8_t {
   kBreaker,
   kGuard,
   kQueue,
+  kPrompts,
   kLimits,
   kObserve,
 };
-inline constexpr std::array<std::string_view, 17> kWhyWords{
+inline constexpr std::array<std::string_view, 18> kWhyWords{
     "",
     "no policy",
     "off",
@@ -46,6 +47,7 @@ inline constexpr std::array<std::string_view, 17> kWhyWords{
     "breaker",
     "guard",
     "queue",
+    "prompts",
     "limits",
     "observe",
 };
@@ -82,6 +84,7 @@ class Guard {
 
   // Of the objective: 99 allows one step in a hundred to be over it.
   void set_percentile(double percentile);
+  [[nodiscard]] double allowed_share() const { return allowed_share_; }  // that may be over it
   // What trips have added to the predictor's margin; fades by half every ten seconds.
   [[nodiscard]] double extra_margin(std::int64_t now_ns) const;
   // Why nothing can be decided on these figures; kRuns where it can.

@@ -22,7 +22,9 @@ namespace windrow {
   X(waiting)                   \
   X(admitted_tokens)           \
   X(slack_us)                  \
-  X(prefill_tokens)
+  X(prefill_tokens)            \
+  X(prompts_left)              \
+  X(first_token_waited_us)
 
 #define WINDROW_FIELD(name) std::int64_t name = 0;
 struct StepFacts {
@@ -183,6 +185,12 @@ class HarvestStep {
   void after_step(std::int64_t end_ns, double latency_us);
   // Decode runs dry: the worker may have the device.
   const Grant& idle(std::int64_t now_ns);
+  // A pass has computed so many prompt tokens under that grant.
+  void after_prompt(std::int64_t tokens, double latency_us, const Grant& grant) {
+    decider_.observe_prompt(tokens, latency_us, grant);
+  }
+  // A request got its first token, so long after it arrived.
+  void after_first_token(double after_us) { decider_.observe_first_token(after_us); }
   // A pause that every worker heeds; what is lent is asked back.
   void close();
 

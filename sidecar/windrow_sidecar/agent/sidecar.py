@@ -211,6 +211,7 @@ class Sidecar:
             max_compute_percent=policy.max_compute_percent,
             max_memory_percent=policy.max_memory_percent,
             deferral_seconds=policy.deferral_seconds,
+            first_token_seconds=policy.first_token_seconds,
         )
         for slot in self._slots.values():
             slot.set_policy(self._policy)

@@ -33,6 +33,10 @@ class StepInput(NamedTuple):
     admitted_tokens: int  # context tokens that joined for this step
     slack_us: int  # least slack of a running request against its own objective; 0: not known
     prefill_tokens: int = 0  # computed in this step; such a step is no sample of decode's latency
+    # Of requests without a first token, where this instance prefills and a policy has an objective
+    # for it: prompt tokens still to compute, and how long ago the oldest arrived, microseconds.
+    prompts_left: int = 0
+    first_token_waited_us: int = 0
     # That a request gets from this step, on average; above 1 where decode speculates.
     tokens: float = 1.0
 
@@ -51,12 +55,29 @@ class StepHook(Protocol):
         """
         ...
 
+    @property
+    def first_token_objective_us(self) -> int:
+        """Time to first token that the policy keeps; 0: nobody asks for prompts that wait.
+
+        Above 0 an engine that prefills says in `StepInput.prompts_left` what waits, and calls
+        `after_prompt` and `after_first_token`.
+        """
+        ...
+
     def before_step(self, facts: StepInput) -> Grant:
         """Decide for the step that starts now. The engine obeys `decode_units` and admission."""
         ...
 
     def after_step(self, end_ns: int, latency_us: int) -> None:
         """Take note of how long it took. Its own cost counts for the next step."""
+        ...
+
+    def after_prompt(self, tokens: int, latency_us: int, grant: Grant) -> None:
+        """Take note of a pass that computed so many prompt tokens under `grant`."""
+        ...
+
+    def after_first_token(self, after_us: int) -> None:
+        """Take note that a request got its first token so long after it arrived."""
         ...
 
     def idle(self, now_ns: int) -> Grant:
@@ -83,12 +104,19 @@ class NullHook:
     """Serves alone: every unit to decode."""
 
     request_objective_us = 0
+    first_token_objective_us = 0
 
     def before_step(self, facts: StepInput) -> Grant:
         """Take all units."""
         return _ALL_TO_DECODE
 
     def after_step(self, end_ns: int, latency_us: int) -> None:
+        """Keep nothing."""
+
+    def after_prompt(self, tokens: int, latency_us: int, grant: Grant) -> None:
+        """Keep nothing."""
+
+    def after_first_token(self, after_us: int) -> None:
         """Keep nothing."""
 
     def idle(self, now_ns: int) -> Grant:
@@ -145,6 +173,15 @@ class FailClosed:
             self._switch_off("request_objective_us", error)
             return 0
 
+    @property
+    def first_token_objective_us(self) -> int:
+        """Ask the inner hook."""
+        try:
+            return int(self._inner.first_token_objective_us)
+        except Exception as error:  # noqa: BLE001
+            self._switch_off("first_token_objective_us", error)
+            return 0
+
     def before_step(self, facts: StepInput) -> Grant:
         """Ask the inner hook."""
         try:
@@ -158,6 +195,20 @@ class FailClosed:
             self._inner.after_step(end_ns, latency_us)
         except Exception as error:  # noqa: BLE001
             self._switch_off("after_step", error)
+
+    def after_prompt(self, tokens: int, latency_us: int, grant: Grant) -> None:
+        """Tell the inner hook."""
+        try:
+            self._inner.after_prompt(tokens, latency_us, grant)
+        except Exception as error:  # noqa: BLE001
+            self._switch_off("after_prompt", error)
+
+    def after_first_token(self, after_us: int) -> None:
+        """Tell the inner hook."""
+        try:
+            self._inner.after_first_token(after_us)
+        except Exception as error:  # noqa: BLE001
+            self._switch_off("after_first_token", error)
 
     def idle(self, now_ns: int) -> Grant:
         """Ask the inner hook."""

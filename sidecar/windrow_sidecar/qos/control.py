@@ -187,13 +187,24 @@ class Controller:
         self._apply_terms()
 
     def decide(
-        self, view: View, offer: Offer, now_ns: int, *, present: bool, chunks: int = 0
+        self,
+        view: View,
+        offer: Offer,
+        now_ns: int,
+        *,
+        present: bool,
+        chunks: int = 0,
+        prompts_left: int = 0,
+        first_token_waited_us: int = 0,
     ) -> Grant:
         """Return what both sides do from now on.
 
-        `present`: a worker is attached and its heart beats; `chunks`: how many it may hold.
+        `present`: a worker is attached and its heart beats; `chunks`: how many it may hold. The
+        last two: see `engines.hook.StepInput`.
         """
-        return self.decider.decide(view, offer, now_ns, present, chunks)
+        return self.decider.decide(
+            view, offer, now_ns, present, chunks, prompts_left, first_token_waited_us
+        )
 
     def observe(self, now_ns: int, latency_us: float) -> float | None:
         """Judge the step that was decided last, and learn from it. Belongs after the step.
@@ -226,6 +237,7 @@ class Controller:
             refused=bool(self.refusal),
             objective_us=terms.objective_us,
             deferral_us=terms.deferral_us,
+            first_token_us=terms.first_token_us,
             allowed=levels.allowed(terms.max_compute_percent),
             idle_units=levels.idle_share(terms.max_compute_percent),
         )

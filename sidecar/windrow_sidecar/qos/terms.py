@@ -26,6 +26,7 @@ class HarvestTerms:
     max_compute_percent: int = 100
     max_memory_percent: int = 100
     deferral_us: int = DEFAULT_DEFERRAL_US  # how long a policy may hold a request back
+    first_token_us: int = 0  # objective of the time to first token; 0: none
 
 
 def make_terms(
@@ -39,11 +40,12 @@ def make_terms(
     max_compute_percent: int,
     max_memory_percent: int,
     deferral_seconds: float = 0.0,
+    first_token_seconds: float = 0.0,
 ) -> HarvestTerms | None:
     """Check what came over the wire; None when no HarvestPolicy selects the pod.
 
     The operator writes every number, so 0 is what the policy says: of the arena, that nothing may
-    be lent. `deferral_seconds` is 0 where the policy leaves it out.
+    be lent. `deferral_seconds` and `first_token_seconds` are 0 where the policy leaves them out.
 
     Raises:
         UserError: an unknown policy, mode or scope, or a number out of its range.
@@ -83,6 +85,12 @@ def make_terms(
             field="spec.objective.deferralBound",
             remedy="Give one between 1ms and 1m, for example 400ms, or leave it out.",
         )
+    if not 0 <= first_token_seconds <= 600:
+        raise UserError(
+            f"{first_token_seconds} s is not a time to first token",
+            field="spec.objective.ttft",
+            remedy="Give one between 1ms and 10m, for example 500ms, or leave it out.",
+        )
     make_policy(policy)  # which refuses a name that is none
     return HarvestTerms(
         name=name,
@@ -94,4 +102,5 @@ def make_terms(
         max_compute_percent=max_compute_percent,
         max_memory_percent=max_memory_percent,
         deferral_us=round(deferral_seconds * 1e6) or DEFAULT_DEFERRAL_US,
+        first_token_us=round(first_token_seconds * 1e6),
     )

@@ -97,6 +97,9 @@ class DecodeLoop:
         batch = list(scheduler.running)
         if prefill is not None and prefill[0] not in scheduler.prefilling:
             prefill = None  # retracted to make room
+        left, waited_us = 0, 0
+        if parts.hook.first_token_objective_us:
+            left, waited_us = scheduler.prompts_left(start_ns)
         facts = StepInput(
             step=self._step,
             start_ns=start_ns,
@@ -110,6 +113,8 @@ class DecodeLoop:
                 parts.hook.request_objective_us,
             ),
             prefill_tokens=len(prefill[1]) if prefill else 0,
+            prompts_left=left,
+            first_token_waited_us=waited_us,
         )
         asked_ns = parts.clock_ns()
         decision = self._take_share(parts.hook.before_step(facts))
@@ -118,7 +123,10 @@ class DecodeLoop:
         wait_for_turn(decision, parts.clock_ns)
 
         if prefill is not None:
+            begin_ns = parts.clock_ns()
             parts.model.prefill(prefill[1], prefill[0].kv)
+            took_us = (parts.clock_ns() - begin_ns) // 1000
+            parts.hook.after_prompt(len(prefill[1]), took_us, decision)
         if not batch:
             self._after_bare_pass(computed=prefill is not None)
             return None
@@ -209,7 +217,10 @@ class DecodeLoop:
     def _deliver(self, batch: list[EngineRequest], tokens: list[int], end_ns: int) -> None:
         for request, token in zip(batch, tokens, strict=True):
             request.tokens.append(token)
-            request.first_token_ns = request.first_token_ns or end_ns
+            if not request.first_token_ns:
+                request.first_token_ns = end_ns
+                if not request.submit.kv_arrives:
+                    self._parts.hook.after_first_token((end_ns - request.submit.arrived_ns) // 1000)
             self._outbox.token(request.id, token)
             reason = _finish_reason(request, token)
             if reason:

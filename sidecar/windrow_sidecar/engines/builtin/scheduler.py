@@ -132,6 +132,21 @@ class Scheduler:
             self.running.append(self.prefilling.popleft())
         return None
 
+    def prompts_left(self, now_ns: int) -> tuple[int, int]:
+        """Return the prompt tokens that requests without a first token lack, and the longest wait.
+
+        The wait is in microseconds since the oldest of them arrived. Requests whose KV arrives, or
+        that have had a token before they were retracted, are left out.
+        """
+        lacking = [
+            r
+            for r in (*self.prefilling, *self.waiting)
+            if not (r.submit.kv_arrives or r.first_token_ns)
+        ]
+        left = sum(len(r.tokens) - r.kv.n_tokens for r in lacking)
+        oldest_ns = min((r.submit.arrived_ns for r in lacking), default=now_ns)
+        return left, max(0, now_ns - oldest_ns) // 1000
+
     def make_room(self) -> None:
         """Give every running request its next slot's page, retracting the youngest if need be."""
         for request in list(self.running):

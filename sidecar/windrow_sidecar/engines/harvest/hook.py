@@ -101,6 +101,12 @@ class HarvestHook(HarvestStep):
         return terms.objective_us if terms and terms.per_request else 0
 
     @property
+    def first_token_objective_us(self) -> int:
+        """Time to first token that the policy keeps; 0: none."""
+        terms = self.controller.terms
+        return terms.first_token_us if terms else 0
+
+    @property
     def is_awake(self) -> bool:
         """True where there is something to decide: a policy, or chunks that a worker holds."""
         return bool(self._new_terms) or self.controller.terms is not None or self._holds_out
@@ -141,6 +147,7 @@ class HarvestHook(HarvestStep):
         granted: Grant = self._grant
         terms = self.controller.terms
         steps, over, busy_us, _, _, _, unit_seconds, granted_s = self._counters()
+        first_tokens, first_tokens_over = self.controller.decider.first_tokens
         return StepStatistics(
             steps=steps,
             steps_over_objective=over,
@@ -160,6 +167,8 @@ class HarvestHook(HarvestStep):
             unit_seconds=unit_seconds,
             granted_s=granted_s,
             tokens_done=self._tokens_done,
+            first_tokens=first_tokens,
+            first_tokens_over_objective=first_tokens_over,
         )
 
     @property

@@ -192,6 +192,8 @@ class EngineAgentLink:
             predictor_margin=predictor.margin if predictor else 0.0,
             throttled_periods=throttled.periods,
             throttled_seconds=throttled.seconds,
+            first_tokens=s.first_tokens,
+            first_tokens_over_objective=s.first_tokens_over_objective,
         )
 
     def _obey(self, command: agent_pb2.EngineCommand) -> None:
@@ -215,6 +217,7 @@ class EngineAgentLink:
                 max_compute_percent=policy.max_compute_percent,
                 max_memory_percent=policy.max_memory_percent,
                 deferral_seconds=policy.deferral_seconds,
+                first_token_seconds=policy.first_token_seconds,
             )
         except UserError as error:
             _log.warning("policy %s is not in force: %s", policy.name, error)

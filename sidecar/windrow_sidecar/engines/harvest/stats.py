@@ -67,6 +67,8 @@ class StepStatistics:
     unit_seconds: float  # granted to the worker, since the start
     granted_s: float  # for which any were granted, since the start
     tokens_done: int
+    first_tokens: int = 0  # since the start, under a policy with an objective for them
+    first_tokens_over_objective: int = 0
 
 
 class StepStats:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ _log = logging.getLogger(__name__)
 _CHUNKS_EVERY_NS, _IDLE_EVERY_NS = 5_000_000, 5_000_000
 # How long until empty chunks are looked for again, where there were none.
 _NONE_EMPTY_NS = 100_000_000
+# Of a long queue of prompts so many are looked at: more than that no instance computes in time.
+_PROMPTS_SEEN = 64
 # How long an idle scheduler may sleep while somebody reads its heartbeat.
 IDLE_POLL_MS = 20
 
@@ -76,6 +79,15 @@ class _Step:
     admitted: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A pass that computes prompts, launched and not over."""
+
+    launched_ns: int
+    tokens: int
+    decision: Grant
+
+
 class SchedulerHarvest:
     """The seam between one scheduler and the step hook.
 
@@ -90,6 +102,7 @@ class SchedulerHarvest:
     ) -> None:
         self._parts, self._learner, self._clock = parts, learner, clock
         self._step: _Step | None = None
+        self._prompts: deque[_Prompt] = deque()  # with overlap scheduling two may be under way
         self._number = 0
         self._first: dict[str, _Delivered] = {}  # of each request here, by its ID
         self._tokens = StepTokens()
@@ -130,10 +143,19 @@ class SchedulerHarvest:
             hook_ns = self._clock() - now_ns
             self._step = _Step(facts, decision, units, hook_ns, facts.admitted_tokens)
         wait_for_turn(decision, self._clock)
+        if not decodes:
+            self._prompts.append(_Prompt(self._clock(), facts.prefill_tokens, decision))
 
     def after_batch(self, batch: Any) -> None:  # noqa: ANN401
         """The tokens of a batch have been delivered."""
-        self._processed_ns = self._clock()
+        before_ns, self._processed_ns = self._processed_ns, self._clock()
+        computed = self._prompt_of(batch)
+        if computed is not None:
+            # The device runs one pass after the other: this one began behind the one before.
+            took_ns = self._processed_ns - max(computed.launched_ns, before_ns)
+            self._parts.hook.after_prompt(
+                computed.tokens, max(1, took_ns // 1000), computed.decision
+            )
         if self._parts.speculates:
             self._tokens.delivered(batch.reqs)
         if self.is_awake:
@@ -147,6 +169,16 @@ class SchedulerHarvest:
                 elif not first.ns:
                     delivered = _Delivered(self._processed_ns, len(request.output_ids))
                     self._first[request.rid] = delivered
+                    arrived_ns = _arrived_ns(request)
+                    if computed is not None and arrived_ns:
+                        after_us = (self._processed_ns - arrived_ns) // 1000
+                        self._parts.hook.after_first_token(max(0, after_us))
+
+    def _prompt_of(self, batch: Any) -> _Prompt | None:  # noqa: ANN401
+        """Return the pass of a batch that computed prompts; None for another, or an unknown one."""
+        if not self._prompts or not batch.forward_mode.is_extend():
+            return None
+        return self._prompts.popleft()
 
     def between_batches(self, scheduler: Any) -> None:  # noqa: ANN401
         """The safe point: nothing is being allocated. Chunks are set free, taken, given back."""
@@ -203,14 +235,25 @@ class SchedulerHarvest:
             tokens = int(batch.extend_num_tokens or 0)
             for request in batch.reqs:
                 self._first.setdefault(request.rid, _Delivered())
+            left, waited_us = self._prompts_left(scheduler, batch.reqs, start_ns, tokens)
             return StepInput(
-                self._number, start_ns, 0, 0, _waiting(scheduler), tokens, 0, prefill_tokens=tokens
+                step=self._number,
+                start_ns=start_ns,
+                batch=0,
+                context_tokens=0,
+                waiting=_waiting(scheduler),
+                admitted_tokens=tokens,
+                slack_us=0,
+                prefill_tokens=tokens,
+                prompts_left=left,
+                first_token_waited_us=waited_us,
             )
         if self._parts.speculates:
             # The batch's own lengths are those before drafts were accepted, or are not there yet.
             lengths = [len(r.origin_input_ids) + len(r.output_ids) for r in batch.reqs]
         else:
             lengths = batch.seq_lens_cpu.tolist()
+        left, waited_us = self._prompts_left(scheduler, (), start_ns, 0)
         admitted = 0
         for request, length in zip(batch.reqs, lengths, strict=True):
             if request.rid not in self._first:
@@ -226,8 +269,39 @@ class SchedulerHarvest:
             slack_us=least_slack_us(
                 self._begun(batch.reqs), start_ns, self._parts.hook.request_objective_us
             ),
+            prompts_left=left,
+            first_token_waited_us=waited_us,
             tokens=self._tokens.mean,
         )
+
+    def _prompts_left(
+        self,
+        scheduler: Any,  # noqa: ANN401
+        computing: Iterable[Any],
+        now_ns: int,
+        tokens: int,
+    ) -> tuple[int, int]:
+        """Return the prompt tokens before the first token of each request, and the longest wait.
+
+        `computing`: the requests of a pass that computes `tokens` of prompts. The wait is in
+        microseconds. What the radix cache holds of a prompt in the queue is known when it runs.
+        """
+        if not self._parts.hook.first_token_objective_us:
+            return 0, 0
+        lacking = [request for request in computing if not request.output_ids]
+        if getattr(scheduler, "disagg_decode_prealloc_queue", None) is None:
+            queued = scheduler.waiting_queue[:_PROMPTS_SEEN]
+            chunked = getattr(scheduler, "chunked_req", None)
+            if chunked is not None:
+                # Its pass computes a part of it: SGLang cuts `fill_ids` at the end of that part.
+                done = len(chunked.fill_ids)
+                tokens += max(0, len(chunked.origin_input_ids) - done)
+                lacking.append(chunked)
+            fresh = [request for request in queued if not request.output_ids]
+            tokens += sum(len(request.origin_input_ids) for request in fresh)
+            lacking += fresh
+        arrivals = [arrived for request in lacking if (arrived := _arrived_ns(request))]
+        return tokens if lacking else 0, max(0, now_ns - min(arrivals, default=now_ns)) // 1000
 
     def _begun(self, requests: Iterable[Any]) -> Iterator[tuple[int, int]]:
         """Yield when the first token of each request was delivered, and how many have been since.
@@ -362,6 +436,7 @@ class SchedulerHarvest:
 
     def leave(self) -> None:
         """Give decode the whole device; nobody harvests."""
+        self._prompts.clear()
         if self._confined:
             self._confined = False
             with suppress(InvariantBroken):
