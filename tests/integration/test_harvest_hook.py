@@ -338,3 +338,25 @@ def test_steps_of_several_tokens_are_judged_and_counted_by_token(decode):
     hook.set_terms(replace(TERMS, objective_us=4000, per_request=True))
     hook.idle(time.monotonic_ns())
     assert hook.request_objective_us == 4000  # of a token, as slack is counted
+
+
+def test_a_prompt_takes_the_workers_units_where_its_first_token_would_be_late(decode):
+    hook = decode.hook
+    hook.set_terms(replace(TERMS, first_token_us=500_000))
+    with worker_of(decode):
+        until(lambda: decode.step().finetune_units == 1)
+        assert hook.first_token_objective_us == 500_000
+
+        def decide(waited_us: int) -> Grant:
+            now_ns = time.monotonic_ns()
+            return hook.before_step(StepInput(10**6, now_ns, 0, 0, 0, 100, 0, 100, 100, waited_us))
+
+        assert decide(0).action == Action.PAUSE  # nobody knows how long a prompt takes
+        assert hook.controller.why_paused == "prompts"
+        hook.after_prompt(100, 10_000, Grant(decode_units=UNITS))
+        until(lambda: decide(0).finetune_units == 1)
+        assert decide(490_000).action == Action.PAUSE
+        hook.after_first_token(600_000)
+        hook.after_first_token(400_000)
+    found = hook.snapshot()
+    assert (found.first_tokens, found.first_tokens_over_objective) == (2, 1)
