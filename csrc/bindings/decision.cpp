@@ -215,10 +215,9 @@ void bind_decider(nb::module_& module) {
            [](BoundDecider& self, std::int64_t tokens, double latency_us, const nb::tuple& grant) {
              self.decider().observe_prompt(tokens, latency_us, record_of<Grant>(grant));
            })
-      .def("observe_first_token",
-           [](BoundDecider& self, double after_us) {
-             self.decider().observe_first_token(after_us);
-           })
+      .def(
+          "observe_first_token",
+          [](BoundDecider& self, double after_us) { self.decider().observe_first_token(after_us); })
       .def("observe", [](BoundDecider& self, std::int64_t now_ns,
                          double latency_us) { return self.decider().observe(now_ns, latency_us); })
       .def("headroom_units",

@@ -136,9 +136,7 @@ def _decode(slots: Mapping[Key, AgentSlot]) -> Iterator[Family]:
     yield _gauge(m.DECODE_WAITING, each(lambda s: s.stats.waiting))
     yield _counter(m.DECODE_REQUESTS, each(lambda s: s.stats.requests_completed))
     yield _counter(m.DECODE_FIRST_TOKENS, each(lambda s: s.stats.first_tokens))
-    yield _counter(
-        m.DECODE_FIRST_TOKENS_OVER, each(lambda s: s.stats.first_tokens_over_objective)
-    )
+    yield _counter(m.DECODE_FIRST_TOKENS_OVER, each(lambda s: s.stats.first_tokens_over_objective))
 
 
 def _device(slots: Mapping[Key, AgentSlot]) -> Iterator[Family]:
