@@ -32,6 +32,7 @@ from support.sglang_servers import (
 from windrow.eventlog import StepEvent, TaskletEvent, read_events
 from windrow.proto import attach_pb2
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR
+from windrow_sidecar.agent.exporter import PORT_FILE
 from windrow_sidecar.engines.sglang.compat import ENV_TRANSFER_GUARD
 from windrow_sidecar.testing.attached_operator import AttachedOperator, until
 
@@ -138,6 +139,7 @@ async def test_a_job_is_trained_beside_sglang_and_its_answers_stay_the_same(pod)
             policy="windrow",
             mode="harvest",
             objective_seconds=2.0,  # this is about the chain, not the time
+            first_token_seconds=60.0,
             percentile=99,
             max_memory_percent=50,
         )
@@ -151,6 +153,9 @@ async def test_a_job_is_trained_beside_sglang_and_its_answers_stay_the_same(pod)
                 stops.append(await answers_while_stopped(client, pod, stopped, beside))
         assert end.kind == Event.SUCCEEDED, end.detail
         assert (await client.get(f"{pod.servers[-1].url}/health")).status_code == 200
+        here = len(pod.servers) == 1  # prompts are computed by the harvested instance
+        shown = await metric(client, folder, "windrow_decode_first_tokens_total")
+        assert (shown > len(QUESTIONS)) == here
     assert all(found == before for found in beside)
     (adapter,) = (folder / "adapters").rglob("adapter_model.safetensors")
     with safe_open(adapter, framework="pt") as file:
@@ -160,6 +165,14 @@ async def test_a_job_is_trained_beside_sglang_and_its_answers_stay_the_same(pod)
     assert_never_held_up(folder, *stops[0])
     assert_never_held_up(folder, *stops[1])
     assert not [t for t in events_of(folder, TaskletEvent) if within(t, *stops[0])]
+
+
+async def metric(client: httpx.AsyncClient, folder: Path, name: str) -> float:
+    """Return a figure that the sidecar shows, of the only slot."""
+    port = (folder / PORT_FILE).read_text().strip()
+    shown = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+    (value,) = re.findall(rf"^{name}{{.*}} (\S+)$", shown, re.MULTILINE)
+    return float(value)
 
 
 def worker_of(folder: Path) -> psutil.Process:

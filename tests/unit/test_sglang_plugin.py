@@ -195,13 +195,13 @@ def test_prompts_that_wait_are_told_and_their_passes_and_first_tokens_reported()
             rid=name,
             origin_input_ids=[1] * tokens,
             output_ids=[],
-            fill_ids=[1] * tokens,
+            extend_end=tokens,
             finished=lambda: False,
             time_stats=SimpleNamespace(wait_queue_entry_time=arrived_s),
         )
 
     first, cut = prompt("r0", 100, arrived_s=9.9), prompt("r1", 80, arrived_s=9.95)
-    cut.fill_ids = [1] * 28  # its pass ends there
+    cut.extend_end = 28  # its pass ends there
     retracted = prompt("r2", 50, arrived_s=1.0)
     retracted.output_ids.append(1)
     scheduler = SimpleNamespace(

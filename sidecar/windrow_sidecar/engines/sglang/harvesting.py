@@ -293,9 +293,8 @@ class SchedulerHarvest:
             queued = scheduler.waiting_queue[:_PROMPTS_SEEN]
             chunked = getattr(scheduler, "chunked_req", None)
             if chunked is not None:
-                # Its pass computes a part of it: SGLang cuts `fill_ids` at the end of that part.
-                done = len(chunked.fill_ids)
-                tokens += max(0, len(chunked.origin_input_ids) - done)
+                # Its pass computes it up to there.
+                tokens += max(0, len(chunked.origin_input_ids) - chunked.extend_end)
                 lacking.append(chunked)
             fresh = [request for request in queued if not request.output_ids]
             tokens += sum(len(request.origin_input_ids) for request in fresh)
