@@ -48,7 +48,10 @@ def job_of(asked, held=None, sources=None, *, confined=True) -> JobSpec:
     network = NetworkAccess(sources)
     access = SourceAccess((), network=network, pod_credentials=False) if confined else UNCONFINED
     secret = NO_CREDENTIALS if held is None else Credentials("tracking", held)
-    return JobSpec("team", "tone", "uid-1", 1, spec, access=access, tracking_credentials=secret)
+    outputs = (Path("/out"),) if confined else None
+    return JobSpec(
+        *("team", "tone", "uid-1", 1, spec, outputs), access=access, tracking_credentials=secret
+    )
 
 
 # Both clients at once: their processes take seconds to load what they import, and have deadlines.
@@ -122,6 +125,7 @@ def test_a_confined_job_gets_names_of_the_pods_environment_and_none_of_its_crede
     (own,) = services_of(job_of({"mlflow": {}}, confined=False), environ=environ)
     assert own.document["variables"]["MLFLOW_TRACKING_TOKEN"] == "hidden"
     assert "hidden" not in repr(own)
+    assert (found.document["uid"], own.document["uid"][:6]) == ("uid-1", "uid-1-")
 
 
 def test_a_spec_names_servers_by_addresses_without_credentials():

@@ -9,11 +9,13 @@ wrong from there on costs figures only, and these are counted.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import json
 import logging
 import math
 import os
+import platform
 import queue
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from urllib.parse import urlsplit
 from windrow.conditions import Reason
 from windrow.crd.tracking import MlflowSpec, WandbSpec
 from windrow.errors import UserError
+from windrow.outputs import path_of
 from windrow.redaction import redacted
 from windrow.wheel import install_extra
 from windrow_sidecar.finetune.job.assembly import JobSpec
@@ -40,7 +43,7 @@ JOB_TAG: Final = "windrow.job_uid"
 # Figures of so many steps wait at most; later ones are left out while they do.
 _WAITING = 2000
 _HANDED_OVER_WITHIN_S = 0.5
-_ENDS_WITHIN_S = 60.0
+_ENDS_WITHIN_S = 120.0
 _LONGEST_NEWS = 400
 # What a confined job's client may not find in the environment of the pod.
 _OWN_OF_POD = ("MLFLOW_", "WANDB_", "DATABRICKS_", "AWS_", "HF_", "HUGGING_FACE_", "GOOGLE_")
@@ -211,8 +214,18 @@ def _document(job: JobSpec, about: Mapping[str, Any]) -> dict[str, Any]:
     access = None
     if network is not None:
         access = {"sources": network.sources, "private": network.private}
-    tags = {JOB_TAG: job.uid, "windrow.job": f"{job.namespace}/{job.name}"}
-    return {**about, "uid": job.uid, "tags_of_run": tags, "access": access, "params": _params(job)}
+    uid = _identity(job)
+    tags = {JOB_TAG: uid, "windrow.job": f"{job.namespace}/{job.name}"}
+    return {**about, "uid": uid, "tags_of_run": tags, "access": access, "params": _params(job)}
+
+
+def _identity(job: JobSpec) -> str:
+    """Return what a run is found by when its job resumes, on a server that many use."""
+    if job.outputs is not None:
+        return job.uid
+    # A worker alone on a machine names its job after the manifest's file.
+    place = f"{platform.node()}:{path_of(job.spec.output.destination)}"
+    return f"{job.uid}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
 
 
 def _params(job: JobSpec) -> dict[str, str]:

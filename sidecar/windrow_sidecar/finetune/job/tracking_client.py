@@ -34,6 +34,8 @@ _LOOK_EVERY_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 # Once the job has ended, or its worker.
 _ENDS_WITHIN_S = 20.0
+# What a client imports, on a node that is busy.
+_LOADS_WITHIN_S = 90.0
 # The clients' own waits: what is tried again is tried from here.
 _REQUEST_WITHIN_S = 30
 _ANSWERS_LATER: Final = (408, 425, 429)
@@ -278,9 +280,14 @@ class Inbox:
         return self._closed.is_set() and self._lines.empty()
 
     @property
+    def has_ended(self) -> bool:
+        """Return whether the job has ended, or its worker."""
+        return self._closed.is_set() or os.getppid() != self._parent
+
+    @property
     def is_late(self) -> bool:
         """Return whether the job, or its worker, ended too long ago to go on."""
-        if self._ends_at is None and (self._closed.is_set() or os.getppid() != self._parent):
+        if self._ends_at is None and self.has_ended:
             self._ends_at = self._clock() + _ENDS_WITHIN_S
         return self._ends_at is not None and self._clock() >= self._ends_at
 
@@ -373,10 +380,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _end_late(inbox: Inbox) -> None:
-    """End the process where its client hangs."""
-    while not inbox.is_late:
+    """End the process where its client hangs, also while it is loaded."""
+    while not inbox.has_ended:
         time.sleep(_LOOK_EVERY_S)
-    time.sleep(_ENDS_WITHIN_S)
+    time.sleep(_LOADS_WITHIN_S + _ENDS_WITHIN_S)
     os._exit(1)
 
 
