@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.queueing_device import QueueingDevice
+from support.queueing_device import QueueingDevice, Reached
 
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.compute.whole_device import WholeDevice
@@ -188,6 +188,63 @@ def test_times_are_the_devices_own_not_those_of_queueing(slot, forward):
     assert [ran.end_ns - ran.begin_ns for ran in (first, second)] == [TAKES_US * 1000] * 2
     assert first.end_ns == second.begin_ns
     assert slot.gate.take_ran() == []
+
+
+def test_a_device_is_asked_for_a_time_once_however_many_ask_for_it(slot, forward, monkeypatch):
+    asked: list[int] = []
+    at_ns = Reached.at_ns
+    monkeypatch.setattr(Reached, "at_ns", lambda self: asked.append(1) or at_ns(self))
+    slot.give(Action.GO)
+    slot.gate.launch(forward)
+    slot.device.work(TAKES_US)
+    slot.gate.landed(forward)
+    slot.gate.quiet(None)
+    (ran,) = slot.gate.take_ran()
+    assert [ran.end_ns - ran.begin_ns for _ in range(3)] == [TAKES_US * 1000] * 3
+    assert ran.overlap_ns == 0
+    assert len(asked) == 2, "of its begin and of its end"
+
+
+def test_an_offer_has_the_worker_s_facts_and_the_tasklet_s(slot):
+    micro = MicroBatch(0, (0,), (16,))
+    forward = tasklet_of(Phase.FORWARD, micro, 1, micro.whole)
+    facts = OfferFacts(
+        3,
+        wanted_chunks=4,
+        held_chunks=2,
+        tokens_done=700,
+        starving=True,
+        bytes_per_token=10,
+        window_bytes_per_token=1000,
+        resident_layers=6,
+    )
+    slot.gate._facts = lambda: facts
+    slot.estimates.learn(forward, UNITS, TAKES_US)
+    slot.epoch = 5
+    slot.give(Action.GO)
+    assert slot.gate.launch(forward)
+    common = Offer(
+        job_epoch=3,
+        starving=1,
+        pause_epoch_seen=5,
+        wanted_chunks=4,
+        held_chunks=2,
+        tokens_done=700,
+        resident_layers=6,
+    )
+    levels = len(common.estimates_us)
+    assert slot.offer._replace(heartbeat_ns=0) == common._replace(
+        phase=Phase.FORWARD,
+        layer_begin=forward.layer,
+        layer_end=forward.layer_end,
+        tokens=forward.tokens,
+        estimates_us=(TAKES_US,) + (0,) * (levels - 1),
+        memory_delta_bytes=10 * forward.tokens,
+        in_flight_us=TAKES_US,
+    )
+    slot.gate.landed(forward)
+    slot.gate.quiet(None)
+    assert slot.offer._replace(heartbeat_ns=0) == common._replace(tasklet_id=1)
 
 
 def test_a_pause_is_over_within_the_bound_and_quiet_is_said_after_it(slot, forward):

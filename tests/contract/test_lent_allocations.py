@@ -18,7 +18,7 @@ from support.lending_decode import LendingDecode
 from support.lent_allocations import LentAllocations
 
 from windrow.errors import Transient
-from windrow_sidecar._core import DeviceAllocator
+from windrow_sidecar._core import Arena, DeviceAllocator
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.compute.sharing import Sharing
 from windrow_sidecar.compute.whole_device import WholeDevice
@@ -162,6 +162,52 @@ def test_a_chunk_that_is_empty_goes_back_and_the_job_is_not_touched(beside):
     assert len(beside.decode.held(WORKER)) == 1
     assert job.log == ["replan"]
     job.close()
+
+
+class CountsLists:
+    """The worker's arena, which counts how often it lists chunks."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena, self.lists = arena, 0
+
+    def held(self, owner: int) -> list[int]:
+        self.lists += 1
+        return self._arena.held(owner)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._arena, name)
+
+
+def test_chunks_are_listed_again_only_where_the_table_has_changed(beside):
+    arena = CountsLists(beside.worker)
+    budget = LentBudget(arena, WORKER, beside.allocator)
+
+    def settled() -> tuple[bool, int, int]:
+        before = arena.lists
+        changed = budget.settle()
+        return changed, budget.chunks, arena.lists - before
+
+    beside.decode.lend(2, owner=WORKER)
+    assert settled() == (True, 2, 1)
+    assert [settled() for _ in range(2)] == [(False, 2, 0)] * 2
+    beside.decode.lend(1, owner=WORKER)
+    assert settled() == (True, 3, 1)
+    # As many are lent as before, another is asked back: that one counts.
+    beside.decode.revoke(1)
+    beside.decode.lend(1, owner=WORKER)
+    assert settled() == (True, 3, 1)
+    assert beside.decode.draining(WORKER) == []
+    assert set(beside.decode.held(WORKER)) == budget._chunks
+    settled()
+    assert settled() == (False, 3, 0)
+    # What another worker has counts as lent too.
+    beside.decode.lend(1, owner=WORKER + 1)
+    assert [settled() for _ in range(2)] == [(False, 3, 1)] * 2
+    beside.decode.reclaim(WORKER + 1)
+    beside.decode.lend(1, owner=WORKER)
+    assert settled() == (True, 4, 1)
+    budget.give_back()
+    assert (budget.chunks, beside.decode.held(WORKER)) == (0, [])
 
 
 class HoldsWorkspaces(HostDevice):

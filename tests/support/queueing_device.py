@@ -42,11 +42,13 @@ class QueueingDevice(HostDevice):
 
     def mark(self) -> Mark:
         """Return the point behind what is queued."""
-        return _Reached(self, max(self._ends_ns, self.now_ns))
+        return Reached(self, max(self._ends_ns, self.now_ns))
 
 
 @dataclass(frozen=True, slots=True)
-class _Reached:
+class Reached:
+    """A point in that queue (see `Mark`)."""
+
     device: QueueingDevice
     reached_ns: int
 

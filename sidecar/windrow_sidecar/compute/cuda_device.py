@@ -60,12 +60,12 @@ class CudaDevice:
             install(lent.allocator, device=ordinal)
         torch.cuda.set_device(ordinal)
         self.name, self.torch = f"cuda:{ordinal}", torch.device("cuda", ordinal)
-        self._clock = _EventClock(self.torch)
+        self._clock, self._ordinal = _EventClock(self.torch), ordinal
         self._lent = lent
 
     def mark(self) -> Mark:
         """Return an event behind what this thread has queued on its stream."""
-        return _EventMark(self._clock, torch.cuda.current_stream(self.torch))
+        return _EventMark(self._clock, torch.cuda.current_stream(self._ordinal))
 
     def free_bytes(self) -> int:
         """Return the free bytes of what is lent; on an own GPU, the driver's and torch's."""
@@ -146,18 +146,21 @@ class _EventMark:
     """An event on a stream (see `Mark`)."""
 
     def __init__(self, clock: _EventClock, stream: torch.cuda.Stream) -> None:
-        self._anchor, self._at_ns = clock.anchor(), 0
+        self._anchor, self._at_ns, self._is_reached = clock.anchor(), 0, False
         self.event = _timed_event(stream)
 
     def done(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
+        self._is_reached = self._is_reached or bool(self.event.query())  # type: ignore[no-untyped-call]
+        return self._is_reached
 
     def wait(self) -> None:
         self.event.synchronize()
+        self._is_reached = True
 
     def at_ns(self) -> int:
-        if not self._at_ns:  # estimates, the log and the ledger ask
-            self.event.synchronize()
+        if not self._at_ns:
+            if not self._is_reached:
+                self.wait()
             since_ms = float(self._anchor.event.elapsed_time(self.event))
             self._at_ns = self._anchor.ns + round(since_ms * 1e6)
         return self._at_ns

@@ -112,7 +112,8 @@ class Tasklet:
     @property
     def is_window(self) -> bool:
         """True where it runs on a part of its rows only."""
-        return self.micro is not None and self.window != self.micro.whole
+        window, micro = self.window, self.micro
+        return micro is not None and (window.begin > 0 or window.end != micro.width)
 
     def each_layer(self) -> tuple[Tasklet, ...]:
         """Return those tasklets, in the order in which they run."""

@@ -34,6 +34,8 @@ class LentBudget:
     def __init__(self, arena: Arena, owner: int, allocator: DeviceAllocator) -> None:
         self._arena, self._owner, self._allocator = arena, owner, allocator
         self._chunks: set[int] = set()
+        self._chunk_bytes = arena.geometry.chunk_bytes
+        self._settled_lent = -1  # LENT chunks of the table that were all in the budget; -1: unknown
 
     @property
     def allocator(self) -> DeviceAllocator:
@@ -55,7 +57,7 @@ class LentBudget:
 
     def free_bytes(self) -> int:
         """Return the bytes that tensors may still take. Any thread."""
-        lent = len(self._chunks) * self._arena.geometry.chunk_bytes
+        lent = len(self._chunks) * self._chunk_bytes
         return max(0, lent - self.used_bytes())
 
     def wait_freed(self) -> None:
@@ -65,6 +67,7 @@ class LentBudget:
     def give_back(self) -> None:
         """Return every chunk that nothing uses; the others go when this process ends."""
         self.settle()
+        self._settled_lent = -1
         for chunk in self._chunks:
             self._allocator.drain(chunk)
         for chunk in self._allocator.take_quiet():
@@ -80,6 +83,11 @@ class LentBudget:
         Returns:
             whether the budget has changed.
         """
+        _, _, lent, _, drains = self._arena.counts()
+        if not drains and lent == self._settled_lent:
+            # Nobody but this worker ends a loan, and it would drain first. Lists of chunks take a
+            # millisecond where there are thousands of them, before each tasklet.
+            return False
         # In this order: what is LENT now cannot have been DRAINING before.
         draining = set(self._arena.draining(self._owner))
         held = set(self._arena.held(self._owner))
@@ -92,6 +100,8 @@ class LentBudget:
         for chunk in sorted(quiet):
             self._arena.give_back(chunk, owner=self._owner)
         self._chunks = (self._chunks | held) - quiet
+        all_is_ours = not drains and len(held) == lent and self._chunks == held
+        self._settled_lent = lent if all_is_ours else -1
         return self._chunks != before
 
 

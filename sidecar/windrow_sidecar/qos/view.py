@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 LEVELS_MAX = 9
+UNKNOWN_US = (0,) * LEVELS_MAX  # of a tasklet that nobody has measured, by level
 
 
 class Action(IntEnum):
@@ -57,7 +58,7 @@ class Offer(NamedTuple):
     layer_begin: int = 0
     layer_end: int = 0
     tokens: int = 0
-    estimates_us: tuple[int, ...] = (0,) * LEVELS_MAX  # by index of the level; 0: unknown
+    estimates_us: tuple[int, ...] = UNKNOWN_US  # by index of the level; 0: unknown
     memory_delta_bytes: int = 0  # of the next tasklet
     resident_layers: int = 0  # whose weights are in memory
     starving: int = 0  # 1: the next tasklet cannot run (data, memory, weights)

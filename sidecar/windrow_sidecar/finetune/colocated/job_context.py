@@ -29,7 +29,7 @@ from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.tasklets import MicroLimits
 from windrow_sidecar.finetune.training.health import ATTACHING, READING
-from windrow_sidecar.qos.view import Phase
+from windrow_sidecar.qos.view import Grant, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,8 @@ class JobContext:
     ) -> None:
         self._shared, self.job_state = shared, job_state
         self.wanted_chunks, self._frozen = 0, base.frozen
+        self._sized: Paced | None = None
+        self._sized_for: Grant | None = None
         slot_device = shared.slot_device
         suspension = Suspension(shared.gate, job_state.stall, self._give_up)
         self._boundaries = TenantBoundaries(shared.lent)
@@ -142,19 +144,23 @@ class JobContext:
         return MicroLimits(min(tokens, self._room.capacity_tokens(together)), together)
 
     def _sizing(self) -> Paced:
-        """Return the sizes for the time that the newest grant leaves."""
+        """Return the sizes for the time that the newest grant leaves; the same while it stands."""
         grant = self._shared.gate.latest()
+        windows = not self.session.stream.parts.stack.windows_refused
+        if self._sized is not None and self._sized_for is grant and self._sized.windows == windows:
+            return self._sized
         bound_us = grant.in_flight_bound_us or DEFAULT_BOUND_US
         queues = self._shared.slot_device.device.queues
         if queues:
             bound_us //= 2  # while one runs, the next is queued behind it
         if grant.budget_us:
             bound_us = min(bound_us, grant.budget_us)
-        windows = not self.session.stream.parts.stack.windows_refused
         units = grant.finetune_units
-        return Paced(
+        self._sized_for = grant
+        self._sized = Paced(
             self._shared.estimates, bound_us, units, windows, grant.window_tokens, queues=queues
         )
+        return self._sized
 
     def _give_up(self) -> bool:
         """Return whether a layer that is held up in its middle should be given up."""

@@ -8,7 +8,6 @@ import posixpath
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from torch.utils.dlpack import from_dlpack
@@ -250,8 +249,7 @@ class WorkerSlot:
         if present is None:
             return facts
         stack = present.session.stream.parts.stack
-        return replace(
-            facts,
+        return facts._replace(
             starving=present.memory.is_starving,
             bytes_per_token=present.session.activation_budget.held_bytes_per_token,
             window_bytes_per_token=present.session.activation_budget.window_bytes_per_token,

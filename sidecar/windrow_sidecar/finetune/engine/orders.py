@@ -156,7 +156,7 @@ class Lookahead:
 
     def peek(self, sizing: TaskletSizing) -> Tasklet | None:
         """Return the next one; None: the group is through. Another sizing begins a new plan."""
-        if sizing != self._sizing:
+        if sizing is not self._sizing and sizing != self._sizing:
             self._sizing = sizing
             self._found.clear()
         if not self._found:

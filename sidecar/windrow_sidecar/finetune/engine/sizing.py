@@ -144,7 +144,10 @@ class Estimates:
     """Measured times of tasklets in this slot, by phase and compute units."""
 
     def __init__(self) -> None:
-        self._levels: defaultdict[tuple[Phase, int], _Level] = defaultdict(_Level)
+        # By phase first: gate and offer ask for all levels of one phase, before each tasklet.
+        self._levels: defaultdict[Phase, defaultdict[int, _Level]] = defaultdict(
+            lambda: defaultdict(_Level)
+        )
         self._queued: defaultdict[tuple[Phase, int], _Queued] = defaultdict(_Queued)
         self._last: defaultdict[Phase, deque[int]] = defaultdict(lambda: deque(maxlen=LAST))
 
@@ -154,14 +157,14 @@ class Estimates:
         """Take one measurement into account; `overlap_us`: of it, while it was still queued."""
         key, size, parts = (tasklet.phase, units), _size(tasklet), tasklet.parts
         self._last[tasklet.phase].append(units)
-        self._levels[key].learn(size, elapsed_us / parts)
+        self._levels[tasklet.phase][units].learn(size, elapsed_us / parts)
         wait_us = max(0.0, elapsed_us - overlap_us)
         self._queued[key].learn(size, overlap_us / parts, wait_us / parts)
 
     def learn_stretch(self, tasklet: Tasklet, units: int, longest_us: float) -> None:
         """Note the longest time in a tasklet during which it could not be stopped."""
         if tasklet.micro is not None:
-            self._levels[tasklet.phase, units].learn_stretch(longest_us / tasklet.tokens)
+            self._levels[tasklet.phase][units].learn_stretch(longest_us / tasklet.tokens)
 
     def estimate_us(self, tasklet: Tasklet, units: int) -> int:
         """Microseconds on so many units; 0: never measured there."""
@@ -185,7 +188,7 @@ class Estimates:
 
         `weights`: of a layer, or of the head.
         """
-        levels = {units for phase, units in self._levels if phase is tasklet.phase}
+        levels = self._levels[tasklet.phase]
         if known_us := max((self._us(tasklet, units) for units in levels), default=0.0):
             return known_us / 1e6
         return tasklet.parts * tasklet.tokens * weights * _FLOPS_A_WEIGHT / _FLOPS_A_SECOND
@@ -199,10 +202,9 @@ class Estimates:
         if granted <= 1 or self._last[tasklet.phase].count(granted) < TRIED:
             return granted
         best = granted
-        tried = {units for phase, units in self._levels if phase is tasklet.phase}
-        for units in sorted((units for units in tried if units < granted), reverse=True):
-            levels = (self._levels[tasklet.phase, n] for n in (units, best))
-            if min(level.measured for level in levels) < SETTLED:
+        levels = self._levels[tasklet.phase]
+        for units in sorted((units for units in levels if units < granted), reverse=True):
+            if min(levels[units].measured, levels[best].measured) < SETTLED:
                 continue
             if self._us(tasklet, best) > WORTHWHILE * self._us(tasklet, units):
                 best = units
@@ -210,7 +212,8 @@ class Estimates:
 
     def by_level(self, tasklet: Tasklet, levels: Sequence[int]) -> tuple[int, ...]:
         """`estimate_us` for each of those numbers of units, as an offer holds them."""
-        return tuple(self.estimate_us(tasklet, units) for units in levels)
+        known = self._levels[tasklet.phase]
+        return tuple([self.estimate_us(tasklet, n) if n in known else 0 for n in levels])
 
     def tokens_within(self, phase: Phase, bound_us: float) -> int:
         """Padded tokens with which one layer stays within `bound_us` on any level in use.
@@ -254,10 +257,10 @@ class Estimates:
     def _in_use(self, phase: Phase) -> list[_Level]:
         """Return what is known of the phase on the numbers of units of the last tasklets."""
         units = {units for last in self._last.values() for units in last}
-        return [level for n in units if (level := self._levels.get((phase, n))) is not None]
+        return [level for n in units if (level := self._levels[phase].get(n)) is not None]
 
     def _us(self, tasklet: Tasklet, units: int) -> float:
-        level = self._levels.get((tasklet.phase, units))
+        level = self._levels[tasklet.phase].get(units)
         return tasklet.parts * (level.fixed + level.slope * _size(tasklet)) if level else 0.0
 
 

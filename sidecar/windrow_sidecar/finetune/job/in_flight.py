@@ -17,7 +17,7 @@ MOST_IN_FLIGHT = 2
 
 @dataclass(slots=True)  # frozen, it takes 10 us longer to make while caches hold a layer
 class Ran:
-    """A tasklet that was queued, with the marks of its begin and end. Immutable.
+    """A tasklet that was queued, with the marks of its begin and end.
 
     Attributes:
         begun, ended: before and after all of its work.
@@ -28,6 +28,11 @@ class Ran:
         wait_us: how long decode would wait for it once it is queued, as it was estimated.
         queued_ns: in which the host queued it; 0 where its calls did the work.
         queued_at_ns: when all of it was queued; 0: see `queued_ns`.
+        begin_ns, end_ns: in CLOCK_MONOTONIC, as the device saw them, once it has ended; what it was
+            held up is left out. Gate, ledger and log ask for them: they are read once.
+        overlap_ns: in which the device worked on it, or waited for more, while it was being queued.
+            The rest of its time is that of its kernels alone, and what decode has to wait for at
+            most where it asks for the device.
     """
 
     tasklet: Tasklet
@@ -41,28 +46,16 @@ class Ran:
     wait_us: int = 0
     queued_ns: int = 0
     queued_at_ns: int = 0
+    begin_ns: int = 0
+    end_ns: int = 0
+    overlap_ns: int = 0
 
-    @property
-    def begin_ns(self) -> int:
-        """Begin in CLOCK_MONOTONIC, as the device saw it; what it was held up is left out."""
-        return self.begun.at_ns() + self.held_ns
-
-    @property
-    def end_ns(self) -> int:
-        """End in CLOCK_MONOTONIC, as the device saw it."""
-        return self.ended.at_ns()
-
-    @property
-    def overlap_ns(self) -> int:
-        """Time in which the device worked on it, or waited for more, while it was being queued.
-
-        The rest of its time is that of its kernels alone, and what decode has to wait for at most
-        where it asks for the device.
-        """
-        if not self.queued_at_ns:
-            return 0
-        begun_ns = self.begun.at_ns()
-        return max(0, min(self.queued_at_ns, self.ended.at_ns()) - begun_ns)
+    def read_times(self) -> None:
+        """Read the marks, which are reached; whoever gets it from `take_ran` finds its times."""
+        begun_ns, self.end_ns = self.begun.at_ns(), self.ended.at_ns()
+        self.begin_ns = begun_ns + self.held_ns
+        if self.queued_at_ns:
+            self.overlap_ns = max(0, min(self.queued_at_ns, self.end_ns) - begun_ns)
 
     @property
     def held_up(self) -> bool:
@@ -155,6 +148,7 @@ class InFlight:
 
     def _note_oldest(self) -> None:
         ran = self._queue.popleft()
+        ran.read_times()
         self.wait_us -= ran.wait_us
         self._ran.append(ran)
         self._ended(ran)

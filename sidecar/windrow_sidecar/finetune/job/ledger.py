@@ -237,8 +237,9 @@ class Ledger:
         for reason, detail in self._tracking.news():
             self._reporter.event(WorkerEvent("WARNED", reason, detail))
         self._writer.settle()
-        waits = self._writer.is_writing or self._stream.before_optimizer
-        if self._checkpoint_due and not waits:
+        if not self._checkpoint_due:
+            return
+        if not (self._writer.is_writing or self._stream.before_optimizer):
             self._checkpoint_due = False
             self._writer.begin(self._stream.position, self._stream.snapshot())
 

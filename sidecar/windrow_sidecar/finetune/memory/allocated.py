@@ -170,7 +170,7 @@ class AllocatedMemory:
             tokens = micro.padded_tokens if micro else 0
             away = int(_SLACK * self._away_bytes)
             self.is_starving = not activation_budget.fits(tokens, away + layers)
-        elif layers > self._budget.free_bytes():
+        elif layers and layers > self._budget.free_bytes():
             self.is_starving = True
         else:
             group = self._job.stream.tokens_to_begin
