@@ -215,8 +215,9 @@ class GrantGate:
         self._running = tasklet if claimed else None
         if claimed:
             self._in_flight.begin()
-            self._stretch_ns = 0
-            self._begin_part(self._grant.budget_us - self._used.us)
+            if self._in_parts:
+                self._stretch_ns = 0
+                self._begin_part(self._grant.budget_us - self._used.us)
         return claimed
 
     def revoked(self) -> bool:

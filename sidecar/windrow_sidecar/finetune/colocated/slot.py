@@ -233,27 +233,31 @@ class WorkerSlot:
             return OfferFacts(job_epoch=0)
         room = self._slot_device.memory or self._lent
         held = room.held_chunks if room else 0
+        wanted = 0 if self._contexts else self._wanted_for_loading
+        done = self._tokens_of_left
+        present: JobContext | None = None
         for context in self._contexts:
-            context.job_state.held_chunks = held if context.has_turn else 0
-        done = (context.tokens_done for context in self._contexts)
-        wishes = (context.wanted_chunks for context in self._contexts)
-        of_layers = self._lent.wanted_by_layers if self._lent and self._contexts else 0
-        facts = OfferFacts(
-            self._epoch,
+            has_turn = context.has_turn
+            context.job_state.held_chunks = held if has_turn else 0
             # The largest wish of all: chunks must not move to and fro with every turn.
-            wanted_chunks=max(wishes, default=self._wanted_for_loading) + of_layers,
-            held_chunks=held,
-            tokens_done=self._tokens_of_left + sum(done),
-        )
-        present = next((context for context in self._contexts if context.has_turn), None)
+            wanted = max(wanted, context.wanted_chunks)
+            done += context.tokens_done
+            if has_turn and present is None:
+                present = context
+        if self._lent and self._contexts:
+            wanted += self._lent.wanted_by_layers
         if present is None:
-            return facts
-        stack = present.session.stream.parts.stack
-        return facts._replace(
-            starving=present.memory.is_starving,
-            bytes_per_token=present.session.activation_budget.held_bytes_per_token,
-            window_bytes_per_token=present.session.activation_budget.window_bytes_per_token,
-            resident_layers=self._residents.layers if self._residents else stack.depth,
+            return OfferFacts(self._epoch, wanted, held, done)
+        session, budget = present.session, present.session.activation_budget
+        return OfferFacts(
+            self._epoch,
+            wanted,
+            held,
+            done,
+            present.memory.is_starving,
+            budget.held_bytes_per_token,
+            budget.window_bytes_per_token,
+            self._residents.layers if self._residents else session.stream.parts.stack.depth,
         )
 
 
