@@ -144,7 +144,7 @@ class JobContext:
         return MicroLimits(min(tokens, self._room.capacity_tokens(together)), together)
 
     def _sizing(self) -> Paced:
-        """Return the sizes for the time that the newest grant leaves; the same while it stands."""
+        """Return the sizes for the newest grant's time; one object until that changes."""
         grant = self._shared.gate.latest()
         windows = not self.session.stream.parts.stack.windows_refused
         if self._sized is not None and self._sized_for is grant and self._sized.windows == windows:

@@ -51,7 +51,7 @@ class Ran:
     overlap_ns: int = 0
 
     def read_times(self) -> None:
-        """Read the marks, which are reached; whoever gets it from `take_ran` finds its times."""
+        """Read both marks; waits where one is not reached. Called before `take_ran` returns it."""
         begun_ns, self.end_ns = self.begun.at_ns(), self.ended.at_ns()
         self.begin_ns = begun_ns + self.held_ns
         if self.queued_at_ns:
