@@ -115,6 +115,12 @@ class SimulateOptions:
     deferral: Annotated[
         str, typer.Option(help="How long a policy may hold a request back: 400ms.")
     ] = ""
+    aggregated: Annotated[
+        bool, typer.Option("--aggregated", help="Decode GPUs compute prompts themselves.")
+    ] = False
+    ttft: Annotated[
+        str, typer.Option(help="Objective of the time to first token, with --aggregated: 500ms.")
+    ] = ""
     predictor: Annotated[
         str,
         typer.Option(help="What steps teach it: windrow, harli (nothing), llmstation (records)."),
@@ -152,6 +158,7 @@ class SimulateOptions:
         """
         fields = asdict(self)
         objectives, deferral = fields.pop("objective"), fields.pop("deferral")
+        first_token = fields.pop("ttft")
         load_s, save_s = fields.pop("load_seconds"), fields.pop("save_seconds")
         return fields | {
             "job_tokens": _least_and_most(self.job_tokens),
@@ -163,6 +170,7 @@ class SimulateOptions:
             "traces": str(self.traces or ""),
             "objectives_ms": [milliseconds(text) for text in objectives.split(",")],
             "deferral_ms": milliseconds(deferral, "--deferral") if deferral else 0.0,
+            "ttft_ms": milliseconds(first_token, "--ttft") if first_token else 0.0,
             "levels": _percents(self.levels),
             "lengths": _numbers(self.lengths, "--lengths", "means", "60:65"),
             "worker_rate": _numbers(self.worker_rate, "--worker-rate", "rates", "6458:2209"),

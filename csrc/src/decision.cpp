@@ -68,7 +68,7 @@ void Decider::set_terms(DecisionTerms terms) {
 Grant Decider::decide(const View& view, const Offer& offer, std::int64_t now_ns, bool present,
                       std::int64_t chunks, const PromptQueue& prompts) {
   Grant grant = wish(view, offer, now_ns, present, prompts);
-  hand_over(grant, offer, present);
+  hand_over(grant, offer, present, terms_.first_token_us != 0 && prompts.left_tokens != 0);
   const bool settled = decode_units_ == grant.decode_units;
   const bool runs = grant.action != kPause && view.batch > 0 && settled;
   const bool in_part = runs && is_for_one_step(grant);
@@ -306,13 +306,15 @@ std::int64_t Decider::index_of(const Grant& grant) const {
 // nothing of an older grant runs any more, or the worker is known to be gone. Taking units from the
 // worker raises the pause epoch, which it checks before each launch: under GO, what is in flight
 // was launched after it saw this epoch, thus within the units that it grants; a pause is over only
-// when nothing is in flight at all.
-void Decider::hand_over(const Grant& wish, const Offer& offer, bool present) {
+// when nothing is in flight at all. `prompts`: one is about to be computed that has to be in time.
+// A pass over a prompt takes many times what is in flight, and would keep the narrow share for all
+// of it; so decode takes its units at once.
+void Decider::hand_over(const Grant& wish, const Offer& offer, bool present, bool prompts) {
   if (wish.finetune_units < finetune_units_) {
     ++pause_epoch_;
   }
   finetune_units_ = wish.finetune_units;
-  if (wish.decode_units > decode_units_ && present && device_.handover) {
+  if (wish.decode_units > decode_units_ && present && device_.handover && !prompts) {
     const bool quiet =
         offer.pause_epoch_seen >= pause_epoch_ && (wish.action == kGo || offer.in_flight_us == 0);
     if (!quiet) {

@@ -313,6 +313,7 @@ void HarvestStep::show(std::int64_t now_ns, const StepFacts* facts, std::int64_t
   view.objective_us = objective_us_;
   if (facts == nullptr) {
     waiting_since_ns_ = 0;
+    running_ = {};
     view.step = view_.step;
     view.start_ns = now_ns;
   } else {
@@ -322,8 +323,13 @@ void HarvestStep::show(std::int64_t now_ns, const StepFacts* facts, std::int64_t
     const std::int64_t least = held && facts->prefill_tokens == 0 ? 0 : 1;
     view.step = facts->step;
     view.start_ns = facts->start_ns;
-    view.batch = facts->batch != 0 ? facts->batch : least;
-    view.context_tokens = facts->context_tokens;
+    if (facts->batch != 0 || facts->prefill_tokens == 0) {
+      running_ = {.batch = facts->batch, .context_tokens = facts->context_tokens};
+    }
+    // Behind a pass over prompts comes a step of those that run already: the share that it will
+    // have is decided here, since units come back to decode only when the worker is quiet.
+    view.batch = running_.batch != 0 ? running_.batch : least;
+    view.context_tokens = facts->batch != 0 ? facts->context_tokens : running_.context_tokens;
     view.waiting = facts->waiting;
     view.admitted_tokens = facts->admitted_tokens + facts->prefill_tokens;
     view.slack_us = facts->slack_us;

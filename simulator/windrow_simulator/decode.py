@@ -6,7 +6,7 @@ Each step asks `HarvestHook` as an engine does; nothing of what it decides is de
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, cast
@@ -22,9 +22,11 @@ from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_simulator.arena import ArenaGeometry, SimulatedArena, SimulatedPage
 from windrow_simulator.figures import SlotFigures
 from windrow_simulator.traffic import DecodeRequest
-from windrow_simulator.truth import Noise, Truth
+from windrow_simulator.truth import Noise, RooflineTruth, Truth
 from windrow_simulator.worker import SimulatedWorker
 
+# Prompt tokens of one pass: SGLang's `--chunked-prefill-size` on GPUs of 80 GB and more.
+CHUNK_TOKENS = 8192
 IDLE_TICK_NS = 50_000_000  # how often an idle engine asks its hook
 SECOND_NS = 1_000_000_000
 
@@ -67,10 +69,13 @@ class DecodeGpu:
         geometry: ArenaGeometry,
         figures: SlotFigures,
         settings: DecodeSettings | None = None,
+        *,
+        prompts: RooflineTruth | None = None,
     ) -> None:
+        """Take the parts; `prompts`: how long prompts take that it computes itself."""
         self.settings = settings or DecodeSettings()
         self._truth, self._noise, self.worker, self.figures = truth, noise, worker, figures
-        self._units = levels.units
+        self._units, self._prompts = levels.units, prompts
         self.now_ns = SECOND_NS  # the hook takes 0 for "never"
         worker.clock = self._clock
         page = SimulatedPage(worker.offer, self._granted)
@@ -144,8 +149,12 @@ class DecodeGpu:
         begin_ns = self.now_ns
         held = begin_ns < self._hold_until_ns
         admitted, admitted_tokens = ([], 0) if held else self._admit()
+        if self._prompts is not None and admitted:
+            self._compute_prompts(self._prompts, admitted)
+            begin_ns, admitted_tokens = self.now_ns, 0
         self._make_room()
         batch, context = len(self._running), self._context
+        left, waited_us = self._prompts_left(())
         grant = self.hook.before_step(
             StepInput(
                 self._step,
@@ -155,6 +164,8 @@ class DecodeGpu:
                 len(self._waiting),
                 admitted_tokens,
                 self._slack_us(begin_ns) if self.hook.request_objective_us else 0,
+                prompts_left=left,
+                first_token_waited_us=waited_us,
             )
         )
         self._hold_until_ns = grant.hold_admission_until_ns
@@ -180,6 +191,57 @@ class DecodeGpu:
         if ended:
             self._finish(ended, end_ns)
         self._step += 1
+
+    def _compute_prompts(self, truth: RooflineTruth, admitted: list[DecodeRequest]) -> None:
+        """Compute the prompts of requests before decode goes on, in passes, as SGLang does.
+
+        A request that was retracted computes its own tokens again, and has had its first one.
+        """
+        for number, request in enumerate(admitted):
+            for begin in range(0, request.held_tokens, CHUNK_TOKENS):
+                end = min(begin + CHUNK_TOKENS, request.held_tokens)
+                self._prompt_pass(truth, begin, end, admitted[number:])
+            if not request.first_ns:
+                request.first_ns = self.now_ns
+                self.hook.after_first_token((self.now_ns - request.arrived_ns) / 1e3)
+
+    def _prompt_pass(
+        self, truth: RooflineTruth, begin: int, end: int, lacking: list[DecodeRequest]
+    ) -> None:
+        left, waited_us = self._prompts_left(lacking)
+        grant = self.hook.before_step(
+            StepInput(
+                self._step,
+                self.now_ns,
+                batch=0,
+                context_tokens=0,
+                waiting=len(self._waiting),
+                admitted_tokens=end - begin,
+                slack_us=0,
+                prefill_tokens=end - begin,
+                prompts_left=left - begin if left else 0,
+                first_token_waited_us=waited_us,
+            )
+        )
+        units = grant.decode_units or self._units
+        took_us = truth.prompt_us(begin, end, units, 0)
+        beside = self.worker.interference_units(self.now_ns)
+        if beside:
+            both_us = truth.prompt_us(begin, end, units, beside)
+            took_us += self.worker.work_share(self.now_ns, both_us) * (both_us - took_us)
+        end_ns = self.now_ns + int(took_us * 1e3)
+        self._work(self.now_ns, end_ns, beside_decode=True)
+        self.figures.prompt(took_us)
+        self.now_ns = end_ns
+        self.hook.after_prompt(end - begin, took_us, grant)
+
+    def _prompts_left(self, computing: Sequence[DecodeRequest]) -> tuple[int, int]:
+        """See `StepInput`: tokens, and microseconds since the oldest arrived."""
+        if self._prompts is None or not self.hook.first_token_objective_us:
+            return 0, 0
+        lacking = [r for r in (*computing, *self._waiting) if not r.first_ns]
+        oldest_ns = min((r.arrived_ns for r in lacking), default=self.now_ns)
+        return sum(r.prompt_tokens for r in lacking), max(0, self.now_ns - oldest_ns) // 1000
 
     def _latency_us(self, batch: int, context: int, units: int, *, admitting: bool) -> float:
         """Return what the step takes; as much of it beside the worker as that works meanwhile."""

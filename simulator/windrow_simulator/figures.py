@@ -109,6 +109,11 @@ class SlotFigures:
         row[2] += over
         row[3] += latency_us
 
+    def prompt(self, us: float) -> None:
+        """A pass has computed prompts for so long; no request got a token of decode's."""
+        self.busy_us += us
+        self.now_us += us
+
     def idle(self, ns: int) -> None:
         """Decode had no request for so long."""
         self.idle_us += ns / 1e3

@@ -63,7 +63,8 @@ class Cell:
         self._until_s = settings.warm_up + settings.seconds
         # Every second cell has the surge: the other ones have room for what gives way to it.
         self._surge = settings.surge if number % 2 else 1.0
-        self.pool = PrefillPool(ground.prefill, prefill_size(ground, gpus, self._surge))
+        elsewhere = None if settings.aggregated else ground.prefill
+        self.pool = PrefillPool(elsewhere, prefill_size(ground, gpus, self._surge))
         self._arrivals = self._coming(seed)
         self._next: Arrival | None = next(self._arrivals, None)
         self._number = 0
@@ -154,7 +155,7 @@ def _ns(seconds: float) -> int:
 def prefill_size(ground: ScenarioParts, gpus: int, surge: float = 1.0) -> int:
     """Return how many prefill GPUs a cell has, enough for a surge."""
     settings = ground.settings
-    if ground.prefill is None or settings.batch:
+    if ground.prefill is None or settings.batch or settings.aggregated:
         return 1
     if settings.prefill:
         return max(1, round(settings.prefill * gpus / settings.gpus))
@@ -359,7 +360,7 @@ def described(ground: ScenarioParts) -> dict[str, Any]:
         "generated": not (settings.batch or settings.lengths or ground.traffic.requests),
         "prefill_gpus": (
             0
-            if ground.prefill is None or settings.batch
+            if ground.prefill is None or settings.batch or settings.aggregated
             else round(prefill_size(ground, CELL_GPUS) * settings.gpus / CELL_GPUS)
         ),
         "price": ground.price,

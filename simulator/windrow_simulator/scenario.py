@@ -66,6 +66,8 @@ class SimulationSettings:
         batch: above 0: so many requests of `context` tokens at all times, instead of a trace.
         partition: green: decode and worker on SMs of their own; none: decode on every SM.
         deferral_ms: how long a policy may hold a request back; 0: as usual.
+        aggregated: decode GPUs compute prompts themselves, before decode goes on.
+        ttft_ms: objective of the time to first token, with `aggregated`; 0: none.
         predictor: what steps teach it (`windrow_sidecar.qos.predictor`).
         without: protections of decode that are off.
         contention: see `truth.Assumptions`.
@@ -108,6 +110,8 @@ class SimulationSettings:
     percentile: float = 99.0
     scope: str = "perStep"
     deferral_ms: float = 0.0
+    aggregated: bool = False
+    ttft_ms: float = 0.0
     predictor: PredictorForm = "windrow"
     without: tuple[Protection, ...] = ()
     partition: str = "green"
@@ -173,6 +177,7 @@ def checked(settings: SimulationSettings) -> SimulationSettings:
         ("--processes", settings.processes, 1, 256),
         ("--prefill", settings.prefill, 0, 10**6),
         ("--deferral", settings.deferral_ms, 0, 60_000),
+        ("--ttft", settings.ttft_ms, 0, 600_000),
         ("--contention", settings.contention, 0, 10),
         ("--rate", settings.rate, 1e-6, 1e6),
     ):
@@ -187,6 +192,18 @@ def checked(settings: SimulationSettings) -> SimulationSettings:
             f"{settings.lengths} are not two means of 1 and more",
             field="--lengths",
             remedy="Write mean prompt and output tokens, for example 60:65.",
+        )
+    if settings.aggregated and (settings.profile or settings.batch or settings.prefill):
+        raise UserError(
+            "has no effect on a profile, a batch that is kept, or prefill GPUs",
+            field="--aggregated",
+            remedy="Leave --profile, --batch and --prefill out.",
+        )
+    if settings.ttft_ms and not settings.aggregated:
+        raise UserError(
+            "has no effect where prompts are computed on other GPUs",
+            field="--ttft",
+            remedy="Add --aggregated.",
         )
     if settings.partition not in ("green", "none"):
         raise UserError(
@@ -266,7 +283,11 @@ def terms_for(
         max_compute_percent=settings.max_sm_percent,
         max_memory_percent=settings.max_memory_percent,
     )
-    return terms and replace(terms, deferral_us=round(settings.deferral_ms * 1e3))
+    return terms and replace(
+        terms,
+        deferral_us=round(settings.deferral_ms * 1e3),
+        first_token_us=round(settings.ttft_ms * 1e3),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +359,9 @@ class ScenarioParts:
                 predictor=self.settings.predictor,
                 without=frozenset(self.settings.without),
             ),
+            prompts=truth
+            if self.settings.aggregated and isinstance(truth, RooflineTruth)
+            else None,
         )
 
 

@@ -184,10 +184,24 @@ class RooflineTruth:
 
     def prefill_us(self, tokens: int) -> float:
         """A prompt on a GPU of the same kind that does nothing else."""
-        model = self._served
-        attention = 2 * tokens * tokens * model.layers * model.heads * model.head_dim
-        operations = 2.0 * tokens * model.step_parameters + attention
-        return self._assumed.overhead_us + operations / (self._flops * self._assumed.prefill)
+        return self.prompt_us(0, tokens, self._gpu.sms, 0)
+
+    def prompt_us(self, begin: int, end: int, decode: int, finetune: int) -> float:
+        """Return the time of a prompt's tokens from `begin` to `end` on decode's SMs.
+
+        `finetune`: of the worker, which takes SMs or time from a product that is bound by
+        arithmetic.
+        """
+        model, a, sms = self._served, self._assumed, self._gpu.sms
+        pairs = end * end - begin * begin
+        attention = 2 * pairs * model.layers * model.heads * model.head_dim
+        operations = 2.0 * (end - begin) * model.step_parameters + attention
+        shared = max(0, decode + finetune - sms)
+        part = (decode - (1 - a.shared_sm) * shared) / sms
+        if shared and a.beside:
+            rate = self.queue.bound(self.finetune_rate(finetune, beside_decode=True))
+            part = 1 - rate / self._busy_rate
+        return a.overhead_us + operations / (self._flops * a.prefill * part)
 
     def transfer_us(self, tokens: int) -> float:
         """KV of a prompt over the network."""

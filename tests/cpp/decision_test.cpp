@@ -198,6 +198,38 @@ TEST(Decider, APromptLeavesTheWorkerWhatTheFirstTokenHasTimeFor) {
   EXPECT_GT(pod.decide({}).finetune_units, 0);
 }
 
+TEST(Decider, DecodeTakesItsUnitsAtOnceForAPromptAndElseWaitsForTheWorker) {
+  Decider::Device device{.units = kUnits,
+                         .splits = {{0, kUnits}, {6, 2}},
+                         .offered = {6, kUnits},
+                         .layers = 32,
+                         .chunk_bytes = 1 << 27};
+  Decider slot(DecisionFigures{}, device, 0, std::make_shared<Guard>(kGuard));
+  Predictor::Device model = modelled();
+  model.splits = device.splits;
+  model.models.resize(2);
+  slot.set_predictor(std::make_shared<Predictor>(DecisionFigures{}, model));
+  slot.set_terms({.policy = policy_of("windrow").decide,
+                  .objective_us = 60'000'000,
+                  .deferral_us = 400'000,
+                  .first_token_us = 1'000'000,
+                  .allowed = 2,
+                  .idle_units = kUnits});
+  std::int64_t now_ns = kSecondNs;
+  const Offer runs{.job_epoch = 1, .in_flight_us = 5000};
+  const auto decide = [&](std::int64_t batch, const PromptQueue& prompts) {
+    now_ns += 4'000'000;
+    return slot.decide({.batch = batch, .context_tokens = 100, .objective_us = 60'000'000}, runs,
+                       now_ns, true, 0, prompts);
+  };
+  EXPECT_EQ(decide(0, {}).decode_units, 2);  // idle: decode keeps its narrowest share
+  EXPECT_EQ(decide(1, {.left_tokens = 100}).decode_units, kUnits);  // of which nothing is known yet
+  EXPECT_EQ(slot.why(), Why::kPrompts);
+  EXPECT_EQ(decide(1, {}).decode_units, 2);
+  slot.guard().distrust(now_ns);
+  EXPECT_EQ(decide(1, {}).decode_units, 2);  // paused, and the worker has not stopped yet
+}
+
 TEST(Decider, LateFirstTokensBesideTheWorkerWidenTheMarginAndOthersDoNot) {
   Prompted pod;
   Decider& slot = pod.slot;

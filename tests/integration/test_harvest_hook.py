@@ -360,3 +360,23 @@ def test_a_prompt_takes_the_workers_units_where_its_first_token_would_be_late(de
         hook.after_first_token(400_000)
     found = hook.snapshot()
     assert (found.first_tokens, found.first_tokens_over_objective) == (2, 1)
+
+
+def test_a_pass_over_prompts_is_decided_for_the_batch_that_runs_on_behind_it(decode):
+    hook = HarvestHook(decode.arena, host_levels(UNITS), PROFILE, HarvestSettings(steady_ns=0))
+    hook.set_terms(TERMS)
+
+    def batch_of(number: int, batch: int, prefill: int = 0) -> tuple[int, int]:
+        now_ns = time.monotonic_ns()
+        context = 500 * batch
+        hook.before_step(
+            StepInput(number, now_ns, batch, context, 0, prefill, 0, prefill_tokens=prefill)
+        )
+        view = hook.snapshot().view
+        return view.batch, view.context_tokens
+
+    assert batch_of(1, 0, prefill=100) == (1, 0)
+    assert batch_of(2, 4) == (4, 2000)
+    assert batch_of(3, 0, prefill=100) == (4, 2000)
+    hook.idle(time.monotonic_ns())
+    assert batch_of(4, 0, prefill=100) == (1, 0)

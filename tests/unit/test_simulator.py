@@ -252,6 +252,20 @@ def test_the_policy_that_is_advised_holds_the_objective():
     assert kept[0].over <= rows[0].over + 0.01
 
 
+@pytest.mark.parametrize("partition", ["none", "green"])
+def test_a_time_to_first_token_is_kept_where_decode_computes_prompts(partition):
+    asked = {"aggregated": True, "partition": partition, "objectives_ms": (20.0,), "rate": 3}
+    load = replace(SMALL, seconds=60, warm_up=20, **asked)
+    alone, beside = simulate(build(load))
+    _, kept = simulate(build(replace(load, ttft_ms=400.0)))
+    assert alone.ttft_p99_ms < 200
+    assert kept.ttft_p99_ms < 1.2 * 400
+    assert kept.ttft_p99_ms <= beside.ttft_p99_ms
+    # Prompts that are computed in time let batches end sooner: that costs no harvest.
+    assert kept.eta > 0.9 * beside.eta
+    assert kept.over < 0.01
+
+
 @pytest.mark.parametrize("policy", ["windrow", "harli", "temporal"])
 def test_steps_that_the_objective_allows_let_nobody_wait_for_a_place_in_the_batch(policy):
     # So many requests, at steps of 40 ms, would be far more than the batch has places for.
@@ -389,6 +403,8 @@ def test_a_trace_without_a_hole_passes():
         ({"memory_gb": float("nan")}, "--memory-gb"),
         ({"memory_gb": -1.0}, "--memory-gb"),
         ({"trace": "code"}, "--traces"),
+        ({"ttft_ms": 400.0}, "on other GPUs"),
+        ({"aggregated": True, "batch": 4}, "no effect on a profile"),
         ({"trace": "conv", "traces": "no/such/folder"}, "no/such/folder/AzureLLM"),
         ({"trace": "nowhere.csv"}, "no file nowhere.csv"),
         ({"model": "llama-3-70b"}, "leaves no room"),

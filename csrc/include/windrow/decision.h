@@ -110,7 +110,7 @@ class Decider {
                               std::int64_t now_ns);
   [[nodiscard]] Grant paused(Why why);
   [[nodiscard]] std::int64_t index_of(const Grant& grant) const;
-  void hand_over(const Grant& wish, const Offer& offer, bool present);
+  void hand_over(const Grant& wish, const Offer& offer, bool present, bool prompts);
 
   std::shared_ptr<Guard> guard_;
   std::shared_ptr<Predictor> predictor_;  // null: none is known

@@ -241,6 +241,12 @@ class HarvestStep {
   bool prefilled_ = false;
   bool decided_ = false;
   bool present_ = false;
+  // Requests that decode runs, as its last step showed them; none once it ran dry.
+  struct Running {
+    std::int64_t batch = 0;
+    std::int64_t context_tokens = 0;
+  };
+  Running running_;
   View view_;
   Grant grant_;
   std::int64_t objective_us_ = 0;
