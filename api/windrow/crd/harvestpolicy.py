@@ -158,7 +158,7 @@ class ObjectiveSpec(Record):
         default=None,
         description="Time to first token that must be kept where an instance computes prompts "
         "itself, like 500ms. 1ms to 10m. While a prompt waits, the worker gets as much as leaves "
-        "this time. Left out: prompts count as a decode step of one request.",
+        "this time. Left out: no prompt holds the worker back.",
     )
     deferral_bound: Duration | None = Field(
         default=None,
