@@ -2,8 +2,8 @@
 
 An H200 serves Llama-3-8B to the Azure conversation load and computes its prompts itself. A policy
 without `objective.ttft` is compared with policies that have one: decode on every SM (`--partition
-none`), and on SMs of its own. Simulated figures tell settings apart; they say nothing of a real device
-(docs/simulator.md).
+none`), and on SMs of its own. Simulated figures tell settings apart; they say nothing of a real
+device (docs/simulator.md).
 Example: python -m benchmarks.first_tokens --json /tmp/first_tokens.json
 """
 
