@@ -69,13 +69,13 @@ def configured_user(kubeconfig: str, context: str) -> ConfiguredUser | None:
 
 
 def require_context(kubeconfig: str, context: str) -> None:
-    """Raise UserError where files say something, and no context or one without a way to it.
+    """Raise UserError where files have contexts and none is current, or one without a way to it.
 
     Args: as those of `configured_user`.
     """
     read = _read(kubeconfig)
     wanted, fields = _context(read, context)
-    if any(body for _, body in read) and not wanted:
+    if any(body.get("contexts") for _, body in read) and not wanted:
         raise UserError(
             f"there is no current context in {', '.join(str(file) for file, _ in read)}",
             field="--kubeconfig",
