@@ -178,6 +178,9 @@ QUIET = {
     "windrow_job_skipped_rows",
     "windrow_job_cut_rows",
     "windrow_worker_memory_bytes",
+    # The run's policy has no time to first token: its prompts come from elsewhere.
+    "windrow_decode_first_tokens_total",
+    "windrow_decode_first_tokens_over_objective_total",
 }
 
 
