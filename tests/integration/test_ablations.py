@@ -44,7 +44,7 @@ def test_a_surge_gets_decodes_cores_back_and_without_predictor_and_guard_it_does
     folder: Path,
 ) -> None:
     parts = Parts(folder / "parts", resume=False)
-    effort = dataclasses.replace(EFFORT, steps=16, seconds=4.0)
+    effort = dataclasses.replace(EFFORT, steps=16, seconds=6.0)
     arms = [arm for arm in ARMS if arm.name in (ALL_ON, NONE)]
     said: list[str] = []
     bench = Between(ablations.plan_of(folder), parts, effort, said.append, rounds=1, arms=arms)
@@ -63,9 +63,12 @@ def test_a_surge_gets_decodes_cores_back_and_without_predictor_and_guard_it_does
 
     assert narrow(NONE) > 0.9
     assert narrow(ALL_ON) < 0.5
-    # Both let the worker run beside the few requests between surges.
+    # Both let the worker run beside the few requests between surges: with all on for some tasklets,
+    # of whichever phase.
     for arm in (ALL_ON, NONE):
-        assert parts[stage_of(0, arm)]["tasklets"]["bwd"]["count"] > 0
+        assert sum(
+            of_a_phase["count"] for of_a_phase in parts[stage_of(0, arm)]["tasklets"].values()
+        )
 
 
 def test_a_profile_of_a_faster_device_promises_shorter_steps() -> None:
