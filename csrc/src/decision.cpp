@@ -100,7 +100,7 @@ std::optional<double> Decider::observe(std::int64_t now_ns, double latency_us) {
     guard_->distrust(now_ns);
     return std::nullopt;
   }
-  // Judged by request, a long step is no breach while every request has slack left.
+  // Where requests are judged, a long step is not a breach while each of them has slack.
   const bool judged = !terms_.per_request || during_.slack_us <= 0;
   guard_->observe(now_ns, latency_us, judged ? terms_.objective_us : 0, during_.harvested);
   if (!predictor_) {
@@ -217,7 +217,7 @@ Grant Decider::wish(const View& view, const Offer& offer, std::int64_t now_ns, b
     grant.gap_until_ns = 0;
     grant.hold_admission_until_ns =
         std::min(grant.hold_admission_until_ns, begun_ns + terms_.deferral_us * 1000);
-    // What the guard has added to the margin may be why there is no room.
+    // There may be no room because the guard has widened the margin.
     const Why held = guard_->pauses(now_ns) ? guard_->why_held() : Why::kObjective;
     why_ = offer.starving != 0 && !observing ? Why::kStarving : held;
   }

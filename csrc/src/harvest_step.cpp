@@ -165,7 +165,7 @@ const Grant& HarvestStep::before_step(const StepFacts& facts) {
       steady_until_ns_ = begin_ns + settings_.steady_ns;
     }
   } else {
-    // What the worker heeds of decode between two decisions is that it lives.
+    // Between two decisions the worker reads nothing of decode but its heartbeat.
     around_.beat(begin_ns);
     waiting_since_ns_ = 0;
   }
@@ -237,7 +237,7 @@ void HarvestStep::judge(std::int64_t now_ns) {
   const Guard& guard = decider_.guard();
   if (guard.trips() != trips_ || guard.reason() != reason_) {
     look_again();
-    // A guard that begins with a clean record, or a trial, is no breach.
+    // A new guard's clean record, or a trial, does not count as a breach.
     const bool acted = guard.trips() > trips_ || !guard.reason().empty();
     trips_ = guard.trips();
     reason_ = guard.reason();
@@ -277,7 +277,7 @@ void HarvestStep::decide(std::int64_t now_ns, const StepFacts* facts) {
     lender_.reclaim_unless(now_ns, live_epoch_, counters_);
   }
   const Offer offer = read_offer(now_ns);
-  // Whoever waits although the batch has room waits for KV.
+  // Requests that wait although the batch has room wait for KV.
   const bool held = now_ns < held_until_ns;
   const bool kv_short = view_.waiting > 0 && view_.batch < settings_.max_batch && !held;
   if (view_.waited_us != 0 && !held) {
@@ -329,7 +329,7 @@ void HarvestStep::show(std::int64_t now_ns, const StepFacts* facts, std::int64_t
     // Behind a pass over prompts comes a step of those that run already: the share that it will
     // have is decided here, since units come back to decode only when the worker is quiet.
     view.batch = running_.batch != 0 ? running_.batch : least;
-    view.context_tokens = facts->batch != 0 ? facts->context_tokens : running_.context_tokens;
+    view.context_tokens = running_.context_tokens;
     view.waiting = facts->waiting;
     view.admitted_tokens = facts->admitted_tokens + facts->prefill_tokens;
     view.slack_us = facts->slack_us;
@@ -378,7 +378,7 @@ void HarvestStep::put(const Grant& grant, std::int64_t now_ns) {
   }
 }
 
-// A pause or its end. A worker that starves for a moment is no event.
+// Marks a pause or its end. A worker that starves for a moment is not marked.
 void HarvestStep::mark_action(std::int64_t now_ns) {
   if (grant_.action == kPause && decider_.why() != Why::kStarving) {
     paused_ns_ = now_ns;

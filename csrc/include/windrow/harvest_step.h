@@ -191,7 +191,7 @@ class HarvestStep {
   }
   // A request got its first token, so long after it arrived.
   void after_first_token(double after_us) { decider_.observe_first_token(after_us); }
-  // A pause that every worker heeds; what is lent is asked back.
+  // Pauses every worker, and asks back what is lent.
   void close();
 
   // From any thread that holds whatever lock keeps decode's away.
