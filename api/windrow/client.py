@@ -49,12 +49,9 @@ from windrow.crd.servable import check_servable
 from windrow.documents import read_document, whole_numbers
 from windrow.errors import Transient, UserError
 from windrow.kubeconfig import (
-    configured_user,
-    filled,
+    Kubeconfig,
     has_plugin,
     impersonation_headers,
-    namespace_of,
-    require_context,
     require_usable,
 )
 from windrow.rundir import read_worker_line
@@ -526,17 +523,18 @@ def _load(kubeconfig: Filename | None, context: str) -> tuple[k8s.ApiClient, str
             return k8s.ApiClient(configuration), _namespace_of_the_pod()
         # Handed over: the library reads KUBECONFIG when it is imported, and never again.
         path = str(Path(kubeconfig).expanduser()) if kubeconfig else os.environ.get("KUBECONFIG")
-        require_context(path or "", context)
-        user = configured_user(path or "", context)
+        read = Kubeconfig(path or "", context)
+        read.require_context()
+        user = read.user()
         headers = impersonation_headers(user)
         require_usable(user)
         api = k8s_config.new_client_from_config(
-            filled(path or "") or path or None, context=context or None
+            read.filled or path or None, context=context or None
         )
         if has_plugin(user):
             _require_credentials(api.configuration)
         _send_with_all(api, headers)
-        namespace = namespace_of(path or "", context)
+        namespace = read.namespace
     except (k8s_config.ConfigException, OSError, yaml.YAMLError) as e:
         if not named and not context:
             raise UserError(

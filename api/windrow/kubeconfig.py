@@ -39,106 +39,94 @@ class ConfiguredUser:
     name: str
 
 
-def configured_user(kubeconfig: str, context: str) -> ConfiguredUser | None:
-    """Return the user of a context (empty: the current one); None: there is none.
+class Kubeconfig:
+    """The files of a kubeconfig, read once, and the context that is chosen of them.
 
     Args:
-        kubeconfig: files, with the separator of paths between them; empty: kubectl's own.
-        context: its name.
+        files: with the separator of paths between them; empty: kubectl's own.
+        context: its name; empty: the current one. The first file that says something counts, as for
+            kubectl.
 
-    Raises:
-        OSError: a file cannot be read.
-        yaml.YAMLError: likewise.
-        UserError: the context names a user whom no file has: kubectl refuses it too.
-    """
-    read = _read(kubeconfig)
-    wanted, fields = _context(read, context)
-    user = str(fields.get("user") or "")
-    if not user:
-        return None
-    for file, body in read:
-        for entry in body.get("users") or ():
-            if entry.get("name") == user:
-                return ConfiguredUser(entry.get("user") or {}, file, user)
-    raise UserError(
-        f"user {user!r}, whom context {wanted!r} names, is in none of "
-        f"{', '.join(str(file) for file, _ in read)}",
-        field="users",
-        remedy="Log in again, or correct the context (`kubectl config set-context`).",
-    )
-
-
-def require_context(kubeconfig: str, context: str) -> None:
-    """Raise UserError where files have contexts and none is current, or one without a way to it.
-
-    Args: as those of `configured_user`.
-    """
-    read = _read(kubeconfig)
-    wanted, fields = _context(read, context)
-    if any(body.get("contexts") for _, body in read) and not wanted:
-        raise UserError(
-            f"there is no current context in {', '.join(str(file) for file, _ in read)}",
-            field="--kubeconfig",
-            remedy="Name one by --context, or choose it by `kubectl config use-context NAME`.",
-        )
-    clusters = (entry for _, body in read for entry in body.get("clusters") or ())
-    named = (dict(entry) for entry in clusters if entry.get("name") == fields.get("cluster"))
-    cluster: Mapping[str, Any] = next(named, {}).get("cluster") or {}
-    proxy = str(cluster.get("proxy-url") or "")
-    if proxy.startswith("socks") and find_spec("socks") is None:
-        raise UserError(
-            f"context {wanted!r} reaches its cluster by a SOCKS proxy, and this environment has no "
-            "client for one",
-            field="proxy-url",
-            remedy="pip install PySocks, or give a proxy of HTTP.",
-        )
-
-
-def namespace_of(kubeconfig: str, context: str) -> str:
-    """Return the namespace that a context names; empty: none. See `configured_user`."""
-    return str(_context(_read(kubeconfig), context)[1].get("namespace") or "")
-
-
-def filled(kubeconfig: str) -> str:
-    """Return the files that say something, with the separator of paths between them.
-
-    kubectl reads an empty file as one that says nothing; the library ends there. Empty: all are.
+    Attributes:
+        context: the name; empty: none is current.
 
     Raises:
         OSError: a file cannot be read.
         yaml.YAMLError: likewise.
     """
-    return os.pathsep.join(str(file) for file, body in _read(kubeconfig) if body)
 
+    def __init__(self, files: str, context: str = "") -> None:
+        named = (Path(name).expanduser() for name in (files or _DEFAULT).split(os.pathsep) if name)
+        self._read = [(file, _content(file)) for file in named if file.is_file()]
+        bodies = [body for _, body in self._read]
+        current = (str(found) for body in bodies if (found := body.get("current-context")))
+        self.context = context or next(current, "")
+        self._fields: Mapping[str, Any] = next(
+            (
+                entry.get("context") or {}
+                for body in bodies
+                for entry in body.get("contexts") or ()
+                if str(entry.get("name")) == self.context
+            ),
+            {},
+        )
 
-_Read = list[tuple[Path, Mapping[str, Any]]]
+    @property
+    def namespace(self) -> str:
+        """Namespace that the context names; empty: none."""
+        return str(self._fields.get("namespace") or "")
 
+    @property
+    def filled(self) -> str:
+        """Files that say something, with the separator between them; empty: none does.
 
-def _read(kubeconfig: str) -> _Read:
-    files = [Path(name).expanduser() for name in (kubeconfig or _DEFAULT).split(os.pathsep) if name]
-    return [(file, _content(file)) for file in files if file.is_file()]
+        kubectl reads an empty file as one that says nothing; the library ends there.
+        """
+        return os.pathsep.join(str(file) for file, body in self._read if body)
 
+    def user(self) -> ConfiguredUser | None:
+        """Return the user of the context; None: it names none.
 
-def _context(read: _Read, context: str) -> tuple[str, Mapping[str, Any]]:
-    """Return a context's name and fields, of the first file that says something, as kubectl does.
+        Raises:
+            UserError: it names a user whom no file has: kubectl refuses it too.
+        """
+        user = str(self._fields.get("user") or "")
+        if not user:
+            return None
+        for file, body in self._read:
+            for entry in body.get("users") or ():
+                if entry.get("name") == user:
+                    return ConfiguredUser(entry.get("user") or {}, file, user)
+        raise UserError(
+            f"user {user!r}, whom context {self.context!r} names, is in none of {self._names}",
+            field="users",
+            remedy="Log in again, or correct the context (`kubectl config set-context`).",
+        )
 
-    Args:
-        read: the files.
-        context: its name; empty: the current one.
-    """
-    wanted = context or next(
-        (str(body["current-context"]) for _, body in read if body.get("current-context")), ""
-    )
-    fields = next(
-        (
-            entry.get("context") or {}
-            for _, body in read
-            for entry in body.get("contexts") or ()
-            if str(entry.get("name")) == wanted
-        ),
-        {},
-    )
-    return wanted, fields
+    def require_context(self) -> None:
+        """Raise UserError where contexts exist and none is current, or no client can reach it."""
+        bodies = [body for _, body in self._read]
+        if any(body.get("contexts") for body in bodies) and not self.context:
+            raise UserError(
+                f"there is no current context in {self._names}",
+                field="--kubeconfig",
+                remedy="Name one by --context, or choose it by `kubectl config use-context NAME`.",
+            )
+        clusters = (dict(entry) for body in bodies for entry in body.get("clusters") or ())
+        named = (entry for entry in clusters if entry.get("name") == self._fields.get("cluster"))
+        cluster: Mapping[str, Any] = next(named, {}).get("cluster") or {}
+        proxy = str(cluster.get("proxy-url") or "")
+        if proxy.startswith("socks") and find_spec("socks") is None:
+            raise UserError(
+                f"context {self.context!r} reaches its cluster by a SOCKS proxy, and this "
+                "environment has no client for one",
+                field="proxy-url",
+                remedy="pip install PySocks, or give a proxy of HTTP.",
+            )
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(str(file) for file, _ in self._read)
 
 
 def _content(file: Path) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from kubernetes.aio import client, config
 
 from windrow.crd import API_VERSION, Kind
 from windrow.errors import Transient, UserError
-from windrow.kubeconfig import configured_user, impersonation_headers, require_usable
+from windrow.kubeconfig import Kubeconfig, impersonation_headers, require_usable
 
 Body = dict[str, Any]
 
@@ -113,7 +113,7 @@ class Kube:
                 settings.client_session_kwargs = {"trust_env": False}
             else:
                 path = str(kubeconfig) or None
-                user = configured_user(path or os.environ.get("KUBECONFIG", ""), "")
+                user = Kubeconfig(path or os.environ.get("KUBECONFIG", "")).user()
                 if impersonation_headers(user):
                     raise UserError(
                         "the operator acts as itself alone, and the kubeconfig says `as`",

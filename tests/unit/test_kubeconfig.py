@@ -13,7 +13,7 @@ import yaml
 
 from windrow.client import WindrowClient, managers_of_spec
 from windrow.errors import UserError
-from windrow.kubeconfig import configured_user, impersonation_headers
+from windrow.kubeconfig import Kubeconfig, impersonation_headers
 
 
 class Seen(http.server.BaseHTTPRequestHandler):
@@ -120,10 +120,10 @@ def test_of_several_files_the_first_that_names_a_user_counts(tmp_path):
     second = config_of(tmp_path, 1, "second", token="t", **{"as": "one"})
     third = config_of(tmp_path, 1, "third", token="t", **{"as": "two"})
     files = os.pathsep.join(map(str, (first, tmp_path / "gone", second, third)))
-    found = configured_user(files, "")
+    found = Kubeconfig(files).user()
     assert found.file == second
     assert impersonation_headers(found) == [("Impersonate-User", "one")]
-    assert configured_user(files, "nowhere") is None
+    assert Kubeconfig(files, "nowhere").user() is None
 
 
 def test_who_manages_a_spec_is_read_from_its_fields():
