@@ -15,16 +15,13 @@ variables which libraries read as they are loaded has a server of its own.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import ctypes
-import gc
 import importlib
 import importlib.util
 import json
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -37,6 +34,7 @@ from typing import NoReturn
 
 from windrow_sidecar.agent import fork_server
 from windrow_sidecar.agent.fork_server import MESSAGE_BYTES, ROOM, ROOM_BYTES, ForkOrder
+from windrow_sidecar.process_exit import run_to_exit
 
 # Of this module, to its server: what to import ahead, as JSON.
 ENV_AHEAD = "WINDROW_TESTS_LOAD_AHEAD"
@@ -332,31 +330,10 @@ def main(_: list[str]) -> NoReturn:
 
 
 def _run_to_its_end(module: str) -> NoReturn:
-    """Run a program, end as the interpreter would, but leave the imports' memory to the kernel.
-
-    To free what was imported would first copy it all.
-    """
-    atexit.unregister(gc.unfreeze)
-    code: object = 0
-    try:
-        if module:
-            _run(module)
-        else:
-            exec(compile(COMMAND_LINE, "<string>", "exec"), {"__name__": "__main__"})
-    except SystemExit as end:
-        code = end.code
-    except BaseException as error:  # noqa: BLE001, as the interpreter does
-        sys.excepthook(*sys.exc_info())
-        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-        code = 1
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(int(code or 0) & 0xFF)
+    """Run a program, or what `-c` was given; exit as a forked worker does."""
+    if module:
+        run_to_exit(lambda: _run(module))
+    run_to_exit(lambda: exec(compile(COMMAND_LINE, "<string>", "exec"), {"__name__": "__main__"}))
 
 
 def _run(module: str) -> None:

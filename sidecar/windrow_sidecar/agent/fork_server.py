@@ -14,7 +14,6 @@ no worker along.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
 import importlib
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from windrow_sidecar.agent.spawn import die_with, narrow_to
+from windrow_sidecar.process_exit import run_to_exit
 
 # Of one message, either way: an environment can be long.
 MESSAGE_BYTES = 1 << 17
@@ -62,7 +62,7 @@ class ForkOrder:
 
 
 def main(argv: list[str]) -> int:
-    """Serve until the agent hangs up; in a worker, return its exit status."""
+    """Serve until the agent hangs up. A worker that was forked does not return from here."""
     agent = os.getppid()
     channel = socket.socket(fileno=os.dup(0))
     _silence_input()
@@ -80,13 +80,12 @@ def main(argv: list[str]) -> int:
     channel.send(_answer(ready=True))
     order = _serve(channel, agent)
     channel.close()
-    if order is None:
-        return 0
-    # What is frozen is never freed, and libraries would report that as leaks into the worker's log.
-    atexit.register(gc.unfreeze)
-    sys.argv = [f"{module.__file__}", *order.arguments]
-    _rename_process([sys.executable, "-m", argv[0], *order.arguments])
-    return int(module.main(order.arguments))
+    if order is not None:
+        words = order.arguments
+        sys.argv = [f"{module.__file__}", *words]
+        _rename_process([sys.executable, "-m", argv[0], *words])
+        run_to_exit(lambda: module.main(words))
+    return 0
 
 
 def why_not_to_fork() -> str:

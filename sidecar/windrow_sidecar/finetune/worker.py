@@ -26,6 +26,8 @@ from windrow.eventlog import EventLog
 from windrow.protocol import Ending, error_line
 from windrow.redaction import RedactingFormatter
 from windrow.rundir import ENV_COPY_RATE, ENV_LOG_DIR, ENV_POD_NAME, WORKER_LOG, RunDir
+from windrow_sidecar.heap import uncollected
+from windrow_sidecar.process_exit import run_to_exit
 
 if TYPE_CHECKING:
     from windrow_sidecar.finetune.colocated.standby import JobOrder
@@ -163,14 +165,15 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
     if options.standby and not _take_order(options):
         return 0
 
-    from windrow_sidecar.finetune.colocated.job_logs import JobLogs
-    from windrow_sidecar.finetune.colocated.jobs import WorkerJobs
-    from windrow_sidecar.finetune.data.readers import Readers
-    from windrow_sidecar.turn import TurnNote
+    with uncollected():
+        from windrow_sidecar.finetune.colocated.job_logs import JobLogs
+        from windrow_sidecar.finetune.colocated.jobs import WorkerJobs
+        from windrow_sidecar.finetune.data.readers import Readers
+        from windrow_sidecar.turn import TurnNote
 
-    readers = Readers()  # forked: before anything starts a thread
-    from windrow_sidecar.finetune.colocated.slot import open_slot
-    from windrow_sidecar.finetune.colocated.standby import JobOrder
+        readers = Readers()  # forked: before anything starts a thread
+        from windrow_sidecar.finetune.colocated.slot import open_slot
+        from windrow_sidecar.finetune.colocated.standby import JobOrder
 
     run_dir = RunDir(options.run_dir, options.slot)
     logs = JobLogs(run_dir)
@@ -226,4 +229,4 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_to_exit(main)

@@ -14,6 +14,8 @@ import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from windrow_sidecar.heap import uncollected
+
 log = logging.getLogger(__name__)
 
 _LIBRARIES = (
@@ -44,16 +46,17 @@ def warm_up(model: str, *, without: Collection[str] = ()) -> None:
         model: directory of the model that decode serves; "": no model's code is imported.
         without: libraries that are not imported.
     """
-    for library in _LIBRARIES:
-        if library not in without:
-            importlib.import_module(library)
-    if model and os.path.isdir(model):
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    with uncollected():
+        for library in _LIBRARIES:
+            if library not in without:
+                importlib.import_module(library)
+        if model and os.path.isdir(model):
+            from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-        try:
-            MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(model))]
-        except (KeyError, OSError, ValueError) as error:
-            log.info("the code of %s is not loaded ahead: %s", model, error)
+            try:
+                MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(model))]
+            except (KeyError, OSError, ValueError) as error:
+                log.info("the code of %s is not loaded ahead: %s", model, error)
 
 
 def await_order(lines: Iterable[str]) -> JobOrder | None:
