@@ -37,6 +37,17 @@ STEPS, BATCH, SEED, RATE = 5, 5, 17, 1e-2
 
 
 @dataclass(frozen=True, slots=True)
+class Recipe:
+    """Numbers that a job trains with, besides its rows and its adapter."""
+
+    steps: int = STEPS
+    batch: int = BATCH
+    seed: int = SEED
+    rate: float = RATE
+    most_rows: int = 0  # of a micro-batch of ours
+
+
+@dataclass(frozen=True, slots=True)
 class Cut:
     """Way in which our work is cut."""
 
@@ -97,6 +108,7 @@ def stream_of(
     rows: tuple[Example, ...],
     cut: Cut,
     held_out: tuple[Example, ...] = (),
+    recipe: Recipe = Recipe(),
 ) -> TaskletStream:
     """Return our engine over a tuned model, as a job has it."""
     stack = DecoderStack(tuned.get_base_model(), cut.around_layer)
@@ -104,16 +116,16 @@ def stream_of(
         raise ValueError(why)
     return TaskletStream(
         ModelParts(stack, Head(stack), Adapter(tuned)),
-        AdapterOptimizer(trainable(tuned), Schedule("cosine", RATE, STEPS, 0.0)),
+        AdapterOptimizer(trainable(tuned), Schedule("cosine", recipe.rate, recipe.steps, 0.0)),
         DataSplit(rows, held_out),
-        BatchPlan(len(rows), BATCH, SEED),
-        total_steps=STEPS,
+        BatchPlan(len(rows), recipe.batch, recipe.seed),
+        total_steps=recipe.steps,
         boundaries=TorchBoundaries(),
         limits=lambda: MicroLimits(cut.max_tokens, micro_batches=cut.micro_batches),
         sizing=lambda: cut.sizing,
         order=cut.order,
-        seed=SEED,
-        evaluation_policy=EvaluationPolicy(packed=cut.packed),
+        seed=recipe.seed,
+        evaluation_policy=EvaluationPolicy(packed=cut.packed, max_rows=recipe.most_rows),
     )
 
 
@@ -155,19 +167,30 @@ def our_training(tuned: Any, rows: tuple[Example, ...], cut: Cut) -> Training:  
         stream, steps = stream_of(tuned, rows, cut), []
         while (tasklet := stream.peek()) is not None:
             if isinstance(done := stream.run(tasklet), StepDone):
-                steps.append((float(done.position.loss or 0.0), done.facts.gradient_norm))
+                steps.append(done)
+    return what_is_learnt(stream, steps)
+
+
+def what_is_learnt(stream: TaskletStream, steps: Sequence[StepDone]) -> Training:
+    """Return what a stream that has ended leaves behind, and what its steps said."""
     held: Training = {"parameter": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for entry, tensor in stream.tensors().items():
         kind, _, name = entry.removeprefix("state/").partition("/")
         held.setdefault(kind, {})[name] = tensor.clone()
-    return held | _said(steps)
+    said = [(float(done.position.loss or 0.0), done.facts.gradient_norm) for done in steps]
+    return held | _said(said)
 
 
-def pefts_training(tuned: Any, rows: tuple[Example, ...], padding: int = 0) -> Training:  # noqa: ANN401
+def pefts_training(
+    tuned: Any,  # noqa: ANN401
+    rows: tuple[Example, ...],
+    padding: int = 0,
+    recipe: Recipe = Recipe(),
+) -> Training:
     """Train all steps of a copy the ordinary way; return the same as `our_training`."""
     tuned = copy.deepcopy(tuned)
     with in_type_of(tuned):
-        loop = PeftLoop(tuned, rows, padding)
+        loop = PeftLoop(tuned, rows, padding, recipe)
         steps = loop.train()
     held: Training = {"parameter": {n: p.detach() for n, p in trainable(tuned).items()}}
     for name, parameter in trainable(tuned).items():
@@ -188,17 +211,24 @@ class PeftLoop:
 
     Args:
         padding: tokens that each batch is padded by, beyond its longest row.
+        recipe: what it trains with.
 
     Attributes:
         parameters: what is trained.
         adamw: its optimizer.
     """
 
-    def __init__(self, tuned: Any, rows: tuple[Example, ...], padding: int = 0) -> None:  # noqa: ANN401
-        self._tuned, self._rows, self._padding = tuned, rows, padding
-        self._plan = BatchPlan(len(rows), BATCH, SEED)
+    def __init__(
+        self,
+        tuned: Any,  # noqa: ANN401
+        rows: tuple[Example, ...],
+        padding: int = 0,
+        recipe: Recipe = Recipe(),
+    ) -> None:
+        self._tuned, self._rows, self._padding, self._recipe = tuned, rows, padding, recipe
+        self._plan = BatchPlan(len(rows), recipe.batch, recipe.seed)
         self.parameters = list(trainable(tuned).values())
-        self.adamw = torch.optim.AdamW(self.parameters, lr=RATE, weight_decay=0.0)
+        self.adamw = torch.optim.AdamW(self.parameters, lr=recipe.rate, weight_decay=0.0)
         self._keys = DropoutKeys()
         dropouts = [m for m in tuned.modules() if isinstance(m, nn.ModuleDict)]
         places = [(d, n) for d in dropouts for n, m in d.items() if isinstance(m, nn.Dropout)]
@@ -210,10 +240,10 @@ class PeftLoop:
         """Take all steps; returns (loss, norm of the gradient before clipping) of each."""
         from transformers import get_scheduler
 
-        schedule = get_scheduler("cosine", self.adamw, 0, STEPS)
+        schedule = get_scheduler("cosine", self.adamw, 0, self._recipe.steps)
         self._tuned.train()
         said = []
-        for step in range(STEPS):
+        for step in range(self._recipe.steps):
             self.adamw.zero_grad()
             loss = self.backward(step)
             norm = nn.utils.clip_grad_norm_(self.parameters, 1.0)
@@ -227,7 +257,7 @@ class PeftLoop:
         numbers = self._plan.rows_of(step)
         batch = [self._rows[i] for i in numbers]
         width = max(row.length for row in batch) + self._padding
-        self._keys.at(SEED, step, numbers, TokenWindow(0, width))
+        self._keys.at(self._recipe.seed, step, numbers, TokenWindow(0, width))
         pads = [width - row.length for row in batch]
         pairs = list(zip(batch, pads, strict=True))
         at = self.parameters[0].device

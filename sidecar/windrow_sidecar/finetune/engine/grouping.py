@@ -64,6 +64,21 @@ class RowGrouping:
         ordered = by_length(rows, self.lengths, self._together)
         self._left = tuple(row for row in ordered if row not in done)
 
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Rows that no group has taken yet, in the order in which groups take them."""
+        return self._left
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a micro-batch may have by the job's spec; 0: no such bound."""
+        return self._most_rows
+
+    def take_first(self, rows: int) -> tuple[int, ...]:
+        """Take so many rows off the front, for a micro-batch that has rows of other jobs too."""
+        taken, self._left = self._left[:rows], self._left[rows:]
+        return taken
+
     def take(self) -> list[MicroBatch]:
         """Take the next group off the rows."""
         group, self._left = self._next(self._left)

@@ -55,6 +55,23 @@ class PairsToCompare:
     references: Callable[[Sequence[int]], Tensor] | None
 
 
+@dataclass(frozen=True, slots=True)
+class RowsOfJob:
+    """Rows of a job's step that pass through the layers together.
+
+    Attributes:
+        micro: their numbers and lengths.
+        examples: what they are, in the same order.
+        labels_in_batch: by which the job's loss is divided.
+        seed: of the job's dropout.
+    """
+
+    micro: MicroBatch
+    examples: tuple[Example, ...]
+    labels_in_batch: int
+    seed: int
+
+
 class MicroBatchGroup:
     """The tensors of one group of micro-batches between its first and its last tasklet.
 
@@ -204,8 +221,23 @@ class MicroBatchGroup:
         if micro.evaluation:
             self._losses.append(Reading(self._parts.head.loss(hidden, targets)))
             return
-        adapter = self._parts.adapter
         self._seed_dropout(part, micro)  # for an adapter of the head
+        gradient = self._learn(hidden, targets)
+        if window == micro.whole:
+            at.gradient = gradient
+            return
+        if at.gradient is None:
+            at.gradient = gradient.new_empty(*at.ids.shape, gradient.shape[-1])
+        at.gradient[part_of_row] = gradient
+
+    def _learn(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Note the loss; return its gradient at the last layer's output, [lines, tokens, hidden].
+
+        Args:
+            hidden: that output.
+            targets: [lines, tokens], int64, on the host.
+        """
+        adapter = self._parts.adapter
         total, gradient = self._parts.head.loss_and_gradient(
             hidden,
             targets,
@@ -213,12 +245,11 @@ class MicroBatchGroup:
             dropout=adapter.dropout if adapter.drops else None,
         )
         self._losses.append(Reading(total))
-        if window == micro.whole:
-            at.gradient = gradient
-            return
-        if at.gradient is None:
-            at.gradient = gradient.new_empty(*at.ids.shape, gradient.shape[-1])
-        at.gradient[part_of_row] = gradient
+        return gradient
+
+    def _learning(self, layer: int) -> list[nn.Parameter]:
+        """Return the parameters that learn in a layer."""
+        return self._parts.adapter.learning(self._parts.stack.layers[layer])
 
     def _compare(
         self, pairs: PairsToCompare, part: Tasklet, micro: MicroBatch, hidden: Tensor
@@ -264,7 +295,7 @@ class MicroBatchGroup:
 
     def _backward(self, part: Tasklet, micro: MicroBatch) -> None:
         self._seed_dropout(part, micro)  # for what runs its forward a second time
-        with _whole_or_nothing(self._parts.adapter.learning(self._parts.stack.layers[part.layer])):
+        with _whole_or_nothing(self._learning(part.layer)):
             self._parts.stack.backward(self._at[micro], part.layer, part.window)
 
     _RUN = {  # noqa: RUF012 - a table of methods

@@ -7,7 +7,7 @@ to the last committed micro-batch, or be checkpointed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from windrow_sidecar.finetune.engine.micro_batch_group import (
     MicroBatchGroup,
     ModelParts,
     PairsToCompare,
+    RowsOfJob,
 )
 from windrow_sidecar.finetune.engine.orders import Lookahead, Order, layer_major, listing
 from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
@@ -203,7 +204,7 @@ class TaskletStream:
         done = self._batch_group.progress.done
         # A device that queues its work is waited for once a group: when the last of it is queued.
         if done or (tasklet.phase is Phase.LOSS and self._batch_group.loss_is_here):
-            self._check_loss(self._batch_group, tasklet.step)
+            self.check_loss(self._batch_group.rows, self._batch_group.loss)
         if not done:
             return None
         through, self._batch_group = self._batch_group, None
@@ -211,13 +212,65 @@ class TaskletStream:
         scores = {} if self._stages.compares else through.log_probabilities()
         return self._stages.commit(through.rows, through.loss, scores)
 
-    def _check_loss(self, batch_group: MicroBatchGroup, step: int) -> None:
-        if math.isfinite(batch_group.loss):
+    def check_loss(self, rows: Sequence[int], loss: float) -> None:
+        """Refuse a loss, the sum over some rows, that is no number.
+
+        Raises:
+            NotFinite: names the rows.
+            UserError: that comes of the base model's weights.
+        """
+        if math.isfinite(loss):
             return
         check_numbers(self.parts.stack.model)
-        where = ", ".join(self._rows.examples[row].where for row in batch_group.rows[:3])
+        step = self.position.step
+        where = ", ".join(self._rows.examples[row].where for row in rows[:3])
         when = f"step {step + 1}" if self._stages.trains else f"an evaluation at step {step}"
         raise NotFinite(f"the loss of {when} is not finite (rows {where})")
+
+    def lengths_to_train(self) -> tuple[int, ...]:
+        """Return the tokens of the step's rows that no group has taken, in the order of `lend`.
+
+        Empty where the stream runs something else next, or has a group on its way.
+        """
+        if not self._stages.trains or not self.between_micro_batches:
+            return ()
+        self.replan()
+        return tuple(self._rows.lengths[row] for row in self._rows.left)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a micro-batch may have by the job's spec; 0: no such bound."""
+        return self._rows.most_rows
+
+    def lend(self, rows: int) -> RowsOfJob:
+        """Hand over the first rows of `lengths_to_train`, to pass beside rows of other jobs.
+
+        They come back by `commit` or `take_back`; until then the stream runs nothing itself.
+        """
+        taken, at = self._rows.take_first(rows), self.position.step
+        return RowsOfJob(
+            MicroBatch(at, taken, tuple(self._rows.lengths[row] for row in taken)),
+            tuple(self._rows.examples[row] for row in taken),
+            labels_in_batch=self._stages.labels_in_batch,
+            seed=self._seed,
+        )
+
+    def saw(self, tokens: int) -> None:
+        """Count real tokens of rows that were handed over and have come to their loss."""
+        self._tokens_seen += tokens
+
+    def commit(self, lent: RowsOfJob, loss: float) -> None:
+        """Take rows as done; their gradients are in `.grad`. `loss`: the sum over their labels."""
+        self._stages.commit(lent.micro.rows, loss)
+
+    def take_back(self, lent: RowsOfJob) -> None:
+        """Run rows again later: what they left in `.grad` is forgotten."""
+        self._rows.put_back(lent.micro.rows)
+        self._optimizer.discard()
+
+    def forget_gradients(self) -> None:
+        """Forget what rows that were taken back have left in `.grad` since."""
+        self._optimizer.discard()
 
     def break_off(self, tasklet: Tasklet) -> None:
         """Forget a tasklet that was given up in its middle.

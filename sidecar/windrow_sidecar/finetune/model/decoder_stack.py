@@ -61,6 +61,7 @@ class DecoderStack:
         norm: modules between the last layer and the head.
         answer: the type of what the decoder returns.
         drops_embeddings: whether units of what the first layer reads are dropped in training.
+        follows_longest: whether position tables depend on the longest row of a step.
         own_dropout: whether its layers drop units, besides the adapter.
         windows_refused: why its layers cannot run on windows of tokens; "" if they can.
         prefix_refused: why nothing can precede a row's first token; "" if it can.
@@ -94,7 +95,7 @@ class DecoderStack:
         self.device = _device(embedding)
         self.probe = probe = torch.arange(_PROBE, device=self.device).unsqueeze(0)
         _check_loss(model, self.config)
-        self._follows_longest = follows_longest(self.config)
+        self.follows_longest = follows_longest(self.config)
         with torch.no_grad(), asking(model), in_mode(model, training=False):
             self.returned = what_layers_return(self.decoder, self.layers, probe, self.around_layer)
             self.norm, self.answer = find_norm(self.decoder, self.layers, probe, self.returned)
@@ -170,7 +171,7 @@ class DecoderStack:
         to its right, and padded positions have no label.
         """
         before = prefix.tokens if prefix else 0
-        key = (*ids.shape, before, longest if self._follows_longest else 0)
+        key = (*ids.shape, before, longest if self.follows_longest else 0)
         with torch.no_grad():
             known = self._calls.get(key) if positions is None else None
             if known is not None and self._embedding is not None:
@@ -180,7 +181,7 @@ class DecoderStack:
                 past = prefix.past if prefix else None
                 with by_token(dropout if self.drops_embeddings else None):
                     hidden, calls = self.record(ids, past, positions)
-                if self._follows_longest:
+                if self.follows_longest:
                     calls = self._beside(longest, ids, past, positions, before)
                 if positions is None:
                     self._remember(key, calls)

@@ -1,0 +1,180 @@
+"""Run the linear layers of one base model for the rows of several jobs, each with its own LoRA.
+
+The base's product is one over all rows; A, B, scale and dropout are those of the job whose rows
+they are. They are the very modules of the job's own model, so gradients are left in its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from windrow_sidecar.finetune.adapter.adapters import ADAPTER, trainable
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+
+
+class LineOwners:
+    """The lines of the micro-batch that runs: whose they are, one job's below the other's."""
+
+    def __init__(self) -> None:
+        self.of: tuple[tuple[object, int], ...] = ()  # a job's key, and how many lines it has
+
+    def tokens(self, n: int) -> list[int]:
+        """Return how many of `n` tokens, line after line, are each job's.
+
+        Raises:
+            ValueError: the lines have not all as many.
+        """
+        lines = sum(count for _, count in self.of)
+        if not lines or n % lines:
+            raise ValueError(f"{n} tokens are not {lines} lines of equal length")
+        return [count * (n // lines) for _, count in self.of]
+
+
+class JointLinears:
+    """The linear layers that any of several jobs adapts.
+
+    Each computes as the base does where the running micro-batch is of no job that adapts it. No
+    module of the model is replaced: hooks stay.
+
+    Args:
+        model: the base's own tree of modules, without an adapter.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._owners = model, LineOwners()
+        self._linears: dict[str, _JointLinear] = {}
+        self._learning: dict[nn.Module, list[_JointLinear]] = {}
+
+    def add(self, key: object, tuned: Any) -> None:  # noqa: ANN401 - peft is untyped
+        """Let a job's adapter take part; `tuned`: peft's model over the same base (see `refused`).
+
+        Raises:
+            AttributeError: the base has no such module.
+        """
+        for name, layer in lora_layers(tuned.get_base_model()).items():
+            linear = self._linears.get(name)
+            if linear is None:
+                linear = _JointLinear(self._model.get_submodule(name), self._owners)
+                self._linears[name] = linear
+            linear.add(key, layer)
+        self._learning.clear()
+
+    def remove(self, key: object) -> None:
+        """Let go of a job's modules; without any a layer computes as before."""
+        for linear in self._linears.values():
+            linear.adapters.pop(key, None)
+
+    def run_for(self, owners: Sequence[tuple[object, int]]) -> None:
+        """Say whose lines run next: (key, lines) in their order."""
+        self._owners.of = tuple(owners)
+
+    def learning(self, layer: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters that learn in a layer from the lines that run."""
+        known = self._learning.get(layer)
+        if known is None:
+            inside = {id(module) for module in layer.modules()}
+            known = [linear for linear in self._linears.values() if id(linear.module) in inside]
+            self._learning[layer] = known
+        keys = [key for key, _ in self._owners.of]
+        return [p for linear in known for key in keys for p in linear.learning(key)]
+
+
+class _JointLinear:
+    """Takes the place of a linear layer's forward."""
+
+    def __init__(self, module: nn.Module, owners: LineOwners) -> None:
+        self.module, self._owners = module, owners
+        self._base: Callable[..., Tensor] = module.forward
+        self.adapters: dict[object, _LowRank] = {}
+        module.forward = self
+
+    def add(self, key: object, layer: Any) -> None:  # noqa: ANN401 - peft is untyped
+        """Take the job's matrices in this layer."""
+        self.adapters[key] = _LowRank(layer)
+
+    def learning(self, key: object) -> tuple[nn.Parameter, ...]:
+        """Return the job's parameters here."""
+        return self.adapters[key].parameters if key in self.adapters else ()
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        """Return the layer's output, [..., out], for an input [..., in]."""
+        made = self._base(x, *args, **kwargs)
+        adapters = [self.adapters.get(key) for key, _ in self._owners.of]
+        if not any(adapters):
+            return made
+        flat = x.reshape(-1, x.shape[-1])
+        parts = torch.split(flat, self._owners.tokens(len(flat)))
+        added = torch.cat(
+            [
+                part.new_zeros(len(part), made.shape[-1], dtype=made.dtype)
+                if adapter is None
+                else adapter.product(part)
+                for adapter, part in zip(adapters, parts, strict=True)
+            ]
+        )
+        return (made + added.view(made.shape)).to(made.dtype)
+
+
+class _LowRank:
+    """A job's adapter of one linear layer, as peft made it."""
+
+    def __init__(self, layer: Any) -> None:  # noqa: ANN401 - peft is untyped
+        self._a, self._b = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+        self._dropout: Callable[[Tensor], Tensor] = layer.lora_dropout[ADAPTER]
+        self._scale = float(layer.scaling[ADAPTER])
+        self.parameters: tuple[nn.Parameter, ...] = (self._a.weight, self._b.weight)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return scale * B(A(dropout(x))), [tokens, out], of [tokens, in], in the matrices' type.
+
+        peft multiplies by the scale at last; here it is done where there are fewest numbers.
+        """
+        narrow = functional.linear(self._dropout(x.to(self._a.weight.dtype)), self._a.weight)
+        return functional.linear(narrow * self._scale, self._b.weight)
+
+
+def lora_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the modules with an adapter by their names in a base model that peft has adapted."""
+    from peft.tuners.lora import LoraLayer
+
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and ADAPTER in module.scaling
+    }
+
+
+def refused(tuned: Any, stack: DecoderStack) -> str:  # noqa: ANN401 - peft is untyped
+    """Return why a job's rows cannot pass beside those of others; "" if they can.
+
+    Args:
+        tuned: peft's model of the job.
+        stack: the job's layers.
+    """
+    from peft.tuners.lora.layer import Linear
+
+    config = tuned.active_peft_config
+    if config.peft_type.value != "LORA":
+        return f"its adapter is {config.peft_type.value.lower()}, not lora"
+    if config.use_dora:
+        return "its adapter decomposes weights (useDora)"
+    ours: set[int] = set()
+    for name, layer in lora_layers(tuned.get_base_model()).items():
+        if not isinstance(layer, Linear) or ".experts." in f".{name}.":
+            return f"its adapter of {name} is not that of a plain linear layer"
+        if layer.lora_variant.get(ADAPTER) is not None or layer.lora_B[ADAPTER].bias is not None:
+            return f"its adapter of {name} is more than two matrices"
+        ours.update((id(layer.lora_A[ADAPTER].weight), id(layer.lora_B[ADAPTER].weight)))
+    others = [name for name, p in trainable(tuned).items() if id(p) not in ours]
+    if others:
+        return f"{others[0]} learns besides its low-rank matrices"
+    if stack.own_dropout or stack.drops_embeddings:
+        return "the model drops units of its own"
+    if stack.follows_longest:
+        return "the model's positions depend on the longest row of a step"
+    return ""
