@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from windrow_sidecar.engines.claim import SlotClaim
     from windrow_sidecar.engines.sglang.graphs import GraphShares
     from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest
+    from windrow_sidecar.engines.sglang.transfers import RangeProbe
     from windrow_sidecar.engines.sglang.weights import SharedModel
 
 _log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class Plugin:
     pool: Any = None  # whose KV is in the arena
     unlent_bytes: int = 0  # of other KV pools: of drafts, and of layers with sliding windows
     transfer_guard_ns: int = 0
+    range_probe: RangeProbe | None = None  # where a transfer library writes KV on a GPU
     is_confined: bool = False  # whether decode's graphs are captured for shares of the SMs
     shares: GraphShares | None = None
     harvest: SchedulerHarvest | None = None
@@ -102,7 +104,7 @@ class Plugin:
             self._tell_refusal("")
 
     def _prepare(self, server_args: Any) -> None:  # noqa: ANN401
-        from windrow_sidecar.engines.sglang import compat, graphs
+        from windrow_sidecar.engines.sglang import compat, graphs, transfers
 
         self.args = server_args
         insisted = self.environment.get(compat.ENV_UNTESTED) == "1"
@@ -110,6 +112,9 @@ class Plugin:
         compat.check_names()
         compat.check_arguments(server_args)
         self.transfer_guard_ns = compat.transfer_guard_ns(self.environment, server_args)
+        if transfers.receives_by_transfer(server_args):
+            backend = server_args.disaggregation_transfer_backend
+            os.environ.update(transfers.check_library(backend, self.environment))
         self.is_confined = graphs.wanted_partition(self.environment, server_args) == "green"
         if not os.access(self.run_dir.root, os.W_OK):
             from windrow.errors import UserError
@@ -124,6 +129,8 @@ class Plugin:
         self.claim = claim_slot(self.run_dir, self.environment)
         self.run_dir = self.claim.run_dir
         self._hook()
+        if transfers.receives_by_transfer(server_args):
+            self.range_probe = transfers.probe(server_args, os.environ)
 
     def _hook(self) -> None:
         """Put the hooks in place; raises where SGLang's registry did not take one."""
@@ -206,6 +213,8 @@ class Plugin:
             from windrow_sidecar.engines.sglang.allocator import allocator_class
             from windrow_sidecar.engines.sglang.pool import make_arena, use_arena
 
+            if self.range_probe is not None:
+                self.range_probe.check()
             arena = make_arena(pool)
             use_arena(pool, arena)
             self.allocator_class = allocator_class(arena, self._fence)

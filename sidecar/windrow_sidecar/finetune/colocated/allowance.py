@@ -164,7 +164,7 @@ class Allowance:
 
     @property
     def has_end(self) -> bool:
-        """Whether what runs has to end at some time: that of a gap, or of its microseconds."""
+        """True where what runs has to end at some time: that of a gap, or of its microseconds."""
         return self.reading.gap_until_ns != 0 or self._ends_ns != 0
 
     def is_over(self, now_ns: int) -> bool:
