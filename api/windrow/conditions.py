@@ -110,6 +110,9 @@ class Reason(StrEnum):
     LOADED = "Loaded"
     NOT_LOADED = "NotLoaded"
     NO_INSTANCES = "NoInstances"
+    FETCHING = "Fetching"
+    CANARY_FAILED = "CanaryFailed"
+    SUPERSEDED = "Superseded"
     # Slots and policies
     CONNECTED = "Connected"
     DISCONNECTED = "Disconnected"
@@ -363,6 +366,25 @@ LIFECYCLE: Final = (
         "False",
         R.NO_INSTANCES,
         "No ready instance serves the model under a policy that lets the job load adapters.",
+    ),
+    ConditionRow(
+        T.DEPLOYED,
+        "False",
+        R.FETCHING,
+        "Sidecars copy it to where the servers load it from (`sidecar.adapterCache`).",
+    ),
+    ConditionRow(
+        T.DEPLOYED,
+        "False",
+        R.CANARY_FAILED,
+        "Servers do not answer by it, or its loss is above what `deploy.canary` allows. The name "
+        "points to the version before it.",
+    ),
+    ConditionRow(
+        T.DEPLOYED,
+        "False",
+        R.SUPERSEDED,
+        "The name points to the version of a newer job; when that is deleted, to this one again.",
     ),
 )
 

@@ -81,6 +81,7 @@ class WorkerEvent:
     field: str = ""  # of a user error: the path of what is wrong, as in `UserError`
     remedy: str = ""  # of a user error: what to write instead
     adapter_path: str = ""
+    adapter_digest: str = ""  # of SUCCEEDED: see `windrow.adapter_files`
     base_eval_loss: float | None = None  # None: not known yet; a loss may be 0
     tuned_eval_loss: float | None = None
     notes: tuple[str, ...] = ()  # of STARTED: see `job.TrainingSession`; part of `detail` as well

@@ -112,6 +112,9 @@ class Listener(Protocol):
     def on_profile(self, pod: Pod, report: pb.ProfileReport) -> None:
         """A latency profile of a pod came."""
 
+    def on_adapter(self, pod: Pod, told: pb.AdapterStored) -> None:
+        """A sidecar says what became of an adapter that it was to store."""
+
 
 class AttachServer(pb_grpc.AttachServicer):
     """Serves `Attach` and keeps the sessions.
@@ -288,6 +291,7 @@ class AttachServer(pb_grpc.AttachServicer):
         interval = self._interval(hello)
         rest = max(interval, self._rest()) if hello.rests else interval
         session = Session(pod, self._leadership.term, interval, rest)
+        session.stores_adapters = hello.stores_adapters
         self.sessions[pod.uid] = session
         self._metrics.streams.set(len(self.sessions))
         log.info("sidecar of pod %s attached", pod.key)
@@ -362,6 +366,8 @@ class AttachServer(pb_grpc.AttachServicer):
                 listener.on_news()
             case "profile":
                 listener.on_profile(session.pod, message.profile)
+            case "adapter":
+                listener.on_adapter(session.pod, message.adapter)
 
     def _expect_next(
         self, session: Session, live: LiveSlot, beat: pb.SlotHeartbeat, now: datetime

@@ -8,220 +8,55 @@ KV depends on it: all decode and prefill instances of the model have it, or none
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ipaddress
-import json
 import logging
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
-from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
 
-from windrow.conditions import ConditionType, Reason, get_condition
+from windrow.conditions import Reason
 from windrow.crd import FINALIZER_ADAPTER, FINETUNE_JOB
-from windrow.crd.servable import unreachable, unservable
+from windrow.crd.finetunejob import CanarySpec
+from windrow.crd.servable import unservable
 from windrow.errors import UserError
+from windrow.outputs import is_bucket
 from windrow_operator import status, tenancy
-from windrow_operator.cluster_state import ClusterState
-from windrow_operator.command_line import is_open, option_of
-from windrow_operator.decode_pods import (
-    MODE,
-    matching_rule,
-    model_of,
-    other_engine,
-    serving_container,
-    serving_option,
+from windrow_operator.adapter_caches import AdapterCaches, Sidecar, StillFetching
+from windrow_operator.adapter_versions import (
+    cache_of,
+    digest_of,
+    has_failed,
+    is_proven,
+    is_wanted,
+    kept_digests,
+    loss_refusal,
+    served_name,
+    trial_name,
+    versions,
 )
+from windrow_operator.cluster_state import ClusterState
 from windrow_operator.events import Recorder
 from windrow_operator.finalizers import set_finalizer
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound, kind_path
-from windrow_operator.model import CheckedPolicy, Job, key_of
-from windrow_operator.planning import same_model
+from windrow_operator.model import CheckedPolicy, Job
 from windrow_operator.reconcile import Event
 from windrow_operator.secrets import read_server_key
+from windrow_operator.server_calls import KeyRefused, NotLoaded, Servers, Target, probes
+from windrow_operator.serving import Instance, instances
 
 log = logging.getLogger(__name__)
 
 _ROUND_SECONDS = 2.0
 _RETRY_SECONDS = 60.0  # after a refusal, and between two looks for new instances
 _TIMEOUT = aiohttp.ClientTimeout(total=60, sock_connect=5)
-_DEFAULT_PORT = "30000"  # SGLang's
-# In this order it is loaded: nobody may ask decode for what prefill does not know.
-_ROLES = ("prefill", "decode")
-# Of an answer: what is read, and what of its error message is repeated.
-_MOST_BYTES = 2**20
-_MOST_REPEATED = 256
-_BOTH_PARTS = ("", "null")  # of `--disaggregation-mode`: not disaggregated
+_WARNINGS: Final = (Reason.NOT_LOADED, Reason.NO_INSTANCES, Reason.CANARY_FAILED)
 
 
-class NotLoaded(Exception):
-    """A server did not take an adapter; the message names it and says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """A serving process."""
-
-    key: str  # of its pod
-    uid: str
-    role: str
-    url: str
-    token: str = field(default="", repr=False)  # that its server asks for
-
-
-def instances(pods: Iterable[Mapping[str, Any]], job: Job) -> list[Instance]:
-    """Return the ready decode and prefill instances of the job's model, prefill first.
-
-    One that says no part and is harvested computes its prompts itself: it counts as decode.
-    """
-    found = []
-    for pod in pods:
-        metadata, state = pod["metadata"], pod.get("status") or {}
-        container = serving_container(pod)
-        role = option_of(container, MODE)
-        if role in _BOTH_PARTS and matching_rule(pod):
-            role = "decode"
-        if role not in _ROLES or not same_model(job, model_of(container)) or not _is_ready(pod):
-            continue
-        if other_engine(container):  # it has the option, and other calls
-            continue
-        url = _url_of(state["podIP"], _port_of(container))
-        key = key_of(metadata["namespace"], metadata["name"])
-        if url:
-            found.append(Instance(key, metadata["uid"], role, url))
-    return sorted(found, key=lambda each: (_ROLES.index(each.role), each.key))
-
-
-def _port_of(container: Mapping[str, Any]) -> str:
-    """Return the port of a server: by its command line, else the one that it declares."""
-    declared = [str(port["containerPort"]) for port in container.get("ports") or ()]
-    written = serving_option(container, "--port")
-    if is_open(written):
-        # A variable whose value is not in the pod's spec: what is declared says it.
-        return (declared or [_DEFAULT_PORT])[0]
-    return written or _DEFAULT_PORT
-
-
-def _url_of(address: str, port: str) -> str:
-    """Return where a pod serves; empty: its command line names no port, whatever else it holds."""
-    try:
-        host = ipaddress.ip_address(address)
-    except ValueError:
-        return ""
-    if not re.fullmatch(r"[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
-        return ""
-    return f"http://[{host}]:{port}" if host.version == 6 else f"http://{host}:{port}"
-
-
-def _is_ready(pod: Mapping[str, Any]) -> bool:
-    state = pod.get("status") or {}
-    ready = get_condition(state.get("conditions"), "Ready")
-    gone = pod["metadata"].get("deletionTimestamp") is not None
-    return not gone and bool(state.get("podIP")) and ready is not None and ready["status"] == "True"
-
-
-def adapter_name(job: Job) -> str:
-    """Return the name by which servers know the job's adapter; no two jobs share one."""
-    return f"{job.namespace}.{job.name}"
-
-
-class Servers:
-    """SGLang's calls for adapters."""
-
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
-
-    async def load_everywhere(
-        self, wanted: Sequence[Instance], name: str, path: str, *, pinned: bool
-    ) -> None:
-        """Load an adapter into instances in their order, or into none.
-
-        Raises NotLoaded when one refuses: those that had taken it by this call have unloaded it.
-        """
-        taken: list[Instance] = []
-        try:
-            for instance in wanted:
-                if name not in await self._names(instance):
-                    taken.append(instance)  # before the call: its answer may be lost
-                    body = {"lora_name": name, "lora_path": path, "pinned": pinned}
-                    await self._call(instance, "load_lora_adapter", body)
-        except NotLoaded:
-            for instance in reversed(taken):
-                with contextlib.suppress(NotLoaded):
-                    await self.unload(instance, name)
-            raise
-
-    async def unload(self, instance: Instance, name: str) -> None:
-        """Unload an adapter where it is loaded. Raises NotLoaded when the server does not."""
-        if name in await self._names(instance):
-            await self._call(instance, "unload_lora_adapter", {"lora_name": name})
-
-    async def _names(self, instance: Instance) -> set[str]:
-        answer = await self._request("GET", instance, "v1/models")
-        models = answer.get("data")
-        named = models if isinstance(models, list) else ()
-        return {str(model.get("id")) for model in named if isinstance(model, dict)}
-
-    async def _call(self, instance: Instance, call: str, body: Mapping[str, Any]) -> None:
-        answer = await self._request("POST", instance, call, body)
-        if answer.get("success") is not True:
-            raise NotLoaded(f"{instance.key} refuses{_reason_of(answer)}")
-
-    async def _request(
-        self, method: str, instance: Instance, call: str, body: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        # Whoever made the pod answers: nothing of it is followed, and little is read or repeated.
-        try:
-            headers = {"Authorization": f"Bearer {instance.token}"} if instance.token else {}
-            async with self._session.request(
-                method,
-                f"{instance.url}/{call}",
-                json=body,
-                headers=headers,
-                allow_redirects=False,
-            ) as response:
-                if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-                    raise NotLoaded(_refused_key(instance, response.status))
-                if 300 <= response.status < 400:
-                    raise NotLoaded(f"{instance.key} answers {call} with a redirect")
-                answer = json.loads(await _read(response.content, instance, call))
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise NotLoaded(
-                f"{instance.key} does not answer {call}: {type(error).__name__}"
-            ) from error
-        except (ValueError, RecursionError):
-            answer = None
-        if not isinstance(answer, dict):
-            raise NotLoaded(f"{instance.key} does not answer {call} with a JSON object")
-        return answer
-
-
-def _refused_key(instance: Instance, status: int) -> str:
-    what = "does not take the key of" if instance.token else "asks for a key: give it by"
-    return f"{instance.key} {what} spec.access.serverKeySecret of its policy (HTTP {status})"
-
-
-async def _read(content: aiohttp.StreamReader, instance: Instance, call: str) -> bytes:
-    """Return the body of an answer, which may have so many bytes."""
-    read = bytearray()
-    async for piece in content.iter_chunked(64 * 1024):
-        read += piece
-        if len(read) > _MOST_BYTES:
-            raise NotLoaded(f"{instance.key} answers {call} with more than {_MOST_BYTES} bytes")
-    return bytes(read)
-
-
-def _reason_of(answer: Mapping[str, Any]) -> str:
-    """Return why a server refuses, in its own words: short, and without what is not printed."""
-    said = answer.get("error_message")
-    if not isinstance(said, str) or not said.strip():
-        return " and says no error_message"
-    words = " ".join("".join(c if c.isprintable() else " " for c in said[:_MOST_REPEATED]).split())
-    return f": {words}{'...' if len(said) > _MOST_REPEATED else ''}"
+class CanaryFailed(Exception):
+    """Servers do not answer by a version, and do without it; the message names one."""
 
 
 class Deployments:
@@ -233,8 +68,10 @@ class Deployments:
         kube: Kube,
         recorder: Recorder,
         clock: Callable[[], datetime],
+        sidecar_of: Callable[[str], Sidecar | None] = lambda pod_uid: None,
     ) -> None:
         self._cluster, self._kube, self._recorder, self._clock = cluster, kube, recorder, clock
+        self.caches = AdapterCaches(kube, sidecar_of, time.monotonic)
         self._look_at: dict[str, float] = {}  # by job UID: not before that time of the loop
 
     async def run(self) -> None:
@@ -242,7 +79,7 @@ class Deployments:
         async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
             servers = Servers(session)
             while True:
-                for job in self._cluster.job_views(list(self._cluster.index.with_adapters)):
+                for job in self._wanted():
                     await self._tend(job, servers)
                 self._look_at = {u: t for u, t in self._look_at.items() if u in self._cluster.jobs}
                 await asyncio.sleep(_ROUND_SECONDS)
@@ -254,7 +91,7 @@ class Deployments:
         try:
             if job.deleted_at is not None:
                 await self._withdraw(job, servers)
-            elif _is_wanted(job):
+            elif is_wanted(job) and not has_failed(job):
                 self._look_at[job.uid] = now_s + _RETRY_SECONDS
                 await self._deploy(job, servers)
         except ObjectNotFound:
@@ -267,19 +104,27 @@ class Deployments:
             log.exception("cannot load or unload the adapter of job %s", job.key)
 
     async def _deploy(self, job: Job, servers: Servers) -> None:
+        """Have the served name point to the job's version, once that has passed its canary."""
         assert job.spec is not None
-        if why := unreachable(job.spec):
-            # Of a job that was accepted before new ones were checked.
-            message = f"spec.output.destination: {why}. Nothing is loaded"
-            await self._tell(job, Reason.NOT_LOADED, message)
-            return
         if refused := next(unservable(job.spec), None):
             # Of a job that was accepted before new ones were checked.
             message = f"spec.adapter.{refused[0]}: {refused[1]}. Nothing is loaded"
             await self._tell(job, Reason.NOT_LOADED, message)
             return
-        found = instances(await self._pods(job), job)
-        name = adapter_name(job)
+        known = versions(job, self._wanted())
+        place = next((n for n, each in enumerate(known) if each.uid == job.uid), len(known))
+        if newer := [each for each in known[place + 1 :] if is_proven(each)]:
+            about = f"{served_name(job)} points to the version of job {newer[-1].name}"
+            await self._tell(job, Reason.SUPERSEDED, about)
+            return
+        if known[place + 1 :] and not is_proven(job):
+            return  # the newest is tried first
+        before = next((each for each in reversed(known[:place]) if is_proven(each)), None)
+        if not is_proven(job) and (why := loss_refusal(job, before)):
+            await self._reject(job, before, why)
+            return
+        pods = await self._pods(job)
+        found = instances(pods, job)
         if not any(instance.role == "decode" for instance in found):
             message = (
                 f"No ready decode instance serves {job.spec.model.name} under a HarvestPolicy with "
@@ -287,40 +132,168 @@ class Deployments:
             )
             await self._tell(job, Reason.NO_INSTANCES, message)
             return
-        body = job.body
-        if FINALIZER_ADAPTER not in (body["metadata"].get("finalizers") or ()):
-            body = await set_finalizer(
-                self._kube, self._cluster, dict(body), FINALIZER_ADAPTER, present=True
-            )
-        path = str(job.status["adapter"]["path"])
         try:
-            opened = await self._with_keys(found)
-            await servers.load_everywhere(opened, name, path, pinned=job.spec.output.deploy.pinned)
+            paths = await self._paths(job, found)
+            targets = [(each, paths[each.key]) for each in await self._with_keys(found)]
+            job = await self._hold(job)
+            note = "" if is_proven(job) else await self._try_out(job, before, targets, servers)
+            pinned = job.spec is not None and job.spec.output.deploy.pinned
+            await servers.load_everywhere(targets, served_name(job), pinned=pinned)
+        except StillFetching as fetching:
+            self._look_at.pop(job.uid, None)
+            await self._tell(
+                job, Reason.FETCHING, f"It is being copied to the volume of {fetching}"
+            )
         except NotLoaded as error:
-            await self._tell(job, Reason.NOT_LOADED, f"{error}. No instance has it.", body)
+            if digest := digest_of(job):
+                self.caches.forget(digest)
+            name = served_name(job)
+            kept = f" {name} points to the version of job {before.name}." if before else ""
+            await self._tell(job, Reason.NOT_LOADED, f"{error}. No instance has it.{kept}")
+        except CanaryFailed as error:
+            await self._reject(job, before, str(error))
         else:
+            assert job.spec is not None
             what = ", ".join(f"{instance.key} ({instance.role})" for instance in found)
-            ask = f'Requests ask for it with "model": "{job.spec.model.name}:{name}"'
-            await self._tell(job, Reason.LOADED, f"{ask}. Loaded into {what}", body)
+            ask = f'Requests ask for it with "model": "{job.spec.model.name}:{served_name(job)}"'
+            await self._tell(job, Reason.LOADED, f"{ask}. Loaded into {what}{note}")
+            if before is not None:
+                self._look_at.pop(before.uid, None)  # its condition says so soon
+
+    def _wanted(self) -> list[Job]:
+        return self._cluster.job_views(list(self._cluster.index.with_adapters))
+
+    async def _hold(self, job: Job) -> Job:
+        """Have the job unload its adapter before it goes; return it as it is then."""
+        if FINALIZER_ADAPTER in (job.body["metadata"].get("finalizers") or ()):
+            return job
+        body = dict(job.body)
+        await set_finalizer(self._kube, self._cluster, body, FINALIZER_ADAPTER, present=True)
+        return self._cluster.job_view(job.uid)
+
+    async def _try_out(
+        self, job: Job, before: Job | None, targets: Sequence[Target], servers: Servers
+    ) -> str:
+        """Ask each instance for an answer by the new version; return what to say of it.
+
+        Where the name points to an earlier version, the new one is loaded beside it first.
+
+        Raises:
+            NotLoaded: it could not be loaded, or servers answer nothing at all.
+            CanaryFailed: they answer, but not by this version, which no instance has any more.
+        """
+        assert job.spec is not None
+        name = trial_name(job) if before is not None else served_name(job)
+        canary = job.spec.output.deploy.canary or CanarySpec()
+        pinned = name == served_name(job) and job.spec.output.deploy.pinned
+        await servers.load_everywhere(targets, name, pinned=pinned)
+        model, asked = job.spec.model.name, [each for each, _ in targets]
+        note, why, passed = "", "", False
+        try:
+            groups = probes(asked)
+            if not groups:
+                note = ". No canary was asked: no prefill instance computes prompts for decode"
+            for parts in groups:
+                try:
+                    why = await servers.ask(parts, f"{model}:{name}", canary.prompt)
+                except KeyRefused as error:
+                    note = f". No canary was asked: {error}"
+                    break
+                if why and (other := await servers.ask(parts, model, canary.prompt)):
+                    raise NotLoaded(f"{other} also without an adapter")
+                if why:
+                    raise CanaryFailed(f"{why}, and not without the adapter")
+            passed = True
+        finally:
+            if name != served_name(job) or not passed:
+                await self._unload(reversed(asked), name, job, servers)
+        return note
+
+    async def _reject(self, job: Job, before: Job | None, why: str) -> None:
+        """Note that a version has failed; the name points to the one before it."""
+        name = served_name(job)
+        rest = f"{name} points to the version of job {before.name}" if before else "Nobody has it"
+        await self._tell(job, Reason.CANARY_FAILED, f"{why}. {rest}")
+        if before is not None:
+            self._look_at.pop(before.uid, None)
+
+    async def _paths(self, job: Job, found: Sequence[Instance]) -> dict[str, str]:
+        """Return the directory of the job's version as each instance sees it, by its key.
+
+        Raises:
+            StillFetching: a copy is on its way.
+            NotLoaded: an instance cannot have it; says what to change.
+        """
+        assert job.spec is not None
+        place = str(job.status["adapter"]["path"])
+        policies: dict[str, CheckedPolicy] = {}
+        for each in found:
+            policy = self._policy_of(each, job)
+            if policy is not None and digest_of(job) and cache_of(job, policy):
+                policies[each.uid] = policy
+            elif is_bucket(place):
+                what = (
+                    "names no sidecar.adapterCache"
+                    if digest_of(job)
+                    else (
+                        "can copy it, but the worker that wrote it was too old to tell its digest"
+                    )
+                )
+                raise NotLoaded(
+                    f"{each.key} loads from paths, the adapter is in {place}, and policy "
+                    f"{policy.name if policy else 'of its namespace'} {what}"
+                )
+        keep = kept_digests(job.namespace, self._wanted())
+        cached = await self.caches.require(job, policies, found, keep)
+        return {each.key: cached.get(each.key, place) for each in found}
+
+    def _policy_of(self, instance: Instance, job: Job) -> CheckedPolicy | None:
+        """Return the policy under which an instance takes adapters.
+
+        What only prefills is under none itself: it mounts what decode of its namespace does.
+        """
+        pod = self._cluster.pods.get(instance.uid)
+        if pod is not None and (policy := self._cluster.policy_of(pod)) is not None:
+            return policy
+        namespace = instance.key.partition("/")[0]
+        pods = [each for each in self._cluster.pods.values() if each.namespace == namespace]
+        known = {
+            policy.name: policy
+            for each in pods
+            if self._takes_adapters(policy := self._cluster.policy_of(each), job) and policy
+        }
+        return known[min(known)] if known else None
 
     async def _withdraw(self, job: Job, servers: Servers) -> None:
-        """Unload the adapter of a job that is being deleted, then let it go."""
+        """Unload the adapter of a job that is being deleted, then let it go.
+
+        Where an earlier version has the name next, it takes the place in `_deploy`.
+        """
         if FINALIZER_ADAPTER not in (job.body["metadata"].get("finalizers") or ()):
             return
-        found = instances(await self._pods(job), job)
-        try:
-            found = await self._with_keys(found)
-        except NotLoaded as error:
-            log.warning("job %s: %s", job.key, error)
-        for instance in reversed(found):
+        others = versions(job, self._wanted())
+        if others:
+            self._look_at.pop(others[-1].uid, None)
+        else:
+            found = instances(await self._pods(job), job)
             try:
-                await servers.unload(instance, adapter_name(job))
+                found = await self._with_keys(found)
+            except NotLoaded as error:
+                log.warning("job %s: %s", job.key, error)
+            await self._unload(reversed(found), served_name(job), job, servers)
+        body = dict(job.body)
+        await set_finalizer(self._kube, self._cluster, body, FINALIZER_ADAPTER, present=False)
+
+    async def _unload(
+        self, found: Iterable[Instance], name: str, job: Job, servers: Servers
+    ) -> None:
+        for instance in found:
+            try:
+                await servers.unload(instance, name)
             except NotLoaded as error:
                 # Whoever deletes a job must not wait for a server that does not answer; the next
                 # start of that server begins without the adapter.
                 log.warning("job %s: cannot unload the adapter: %s", job.key, error)
-        body = dict(job.body)
-        await set_finalizer(self._kube, self._cluster, body, FINALIZER_ADAPTER, present=False)
 
     async def _with_keys(self, found: list[Instance]) -> list[Instance]:
         """Return the instances with the key that the policies of their namespaces name.
@@ -370,20 +343,12 @@ class Deployments:
             return False
         return not tenancy.closed_to(job, policy)
 
-    async def _tell(
-        self, job: Job, reason: Reason, message: str, body: Mapping[str, Any] | None = None
-    ) -> None:
+    async def _tell(self, job: Job, reason: Reason, message: str) -> None:
         after = status.deployed(job, reason, message, self._clock())
         if after == dict(job.status):
             return
         path = kind_path(FINETUNE_JOB, job.namespace, job.name, "status")
-        written = await self._kube.replace(path, {**(body or job.body), "status": after})
+        written = await self._kube.replace(path, {**job.body, "status": after})
         self._cluster.put_job(written)
-        event = Event(reason, message, warning=reason is not Reason.LOADED)
+        event = Event(reason, message, warning=reason in _WARNINGS)
         await self._recorder.record(written, event)
-
-
-def _is_wanted(job: Job) -> bool:
-    done = get_condition(job.status.get("conditions"), ConditionType.SUCCEEDED)
-    ended_well = done is not None and done["status"] == "True"
-    return ended_well and job.spec is not None and job.spec.output.deploy.enabled

@@ -81,7 +81,7 @@ class Leading:
         self._driver.connect(attach)
         self._driver.prepare_pods(registration, template)
         self._slots = SlotWriter(cluster, kube, namespaces)
-        self._deployments = Deployments(cluster, kube, recorder, clock)
+        self._deployments = Deployments(cluster, kube, recorder, clock, attach.sessions.get)
         self._profiles = Profiles(kube, namespaces)
         self._reports: asyncio.Queue[tuple[Pod, pb.ProfileReport]] = asyncio.Queue()
 
@@ -128,6 +128,10 @@ class Leading:
             self._reports.put_nowait((pod, report))
         else:
             log.warning("a latency profile of pod %s is not stored: too many wait", pod.key)
+
+    def on_adapter(self, pod: Pod, told: pb.AdapterStored) -> None:
+        """Note what became of an adapter that a sidecar was to store."""
+        self._deployments.caches.answered(pod.uid, told)
 
     async def _watch_switch(self) -> None:
         """Ask for the switch of the cluster now and then; what is not answered changes nothing."""

@@ -190,6 +190,7 @@ class JobPlacement:
     # Of its checkpoints: (reason, detail); None: nothing, ("", path) that one was written after it.
     trouble: tuple[str, str] | None = None
     tracking: tuple[str, str] | None = None  # of the servers of spec.tracking: (reason, detail)
+    adapter_digest: str = ""  # of SUCCEEDED; empty: an older worker says none
     base_loss: float = float("nan")
     tuned_loss: float = float("nan")
     checkpoint_before: int | None = None  # step of the job's checkpoint when it was placed

@@ -15,6 +15,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
+from windrow.adapter_files import is_digest
 from windrow.conditions import Reason
 from windrow.crd import slot_name
 from windrow.proto import attach_pb2 as pb
@@ -221,6 +222,7 @@ def _with_event(run: JobPlacement, event: pb.JobEvent, now: datetime) -> JobPlac
         resumed=reason == Reason.RESUMED if begins else run.resumed,
         started=detail if begins else run.started,
         progress=progress,
+        adapter_digest=event.adapter_digest if is_digest(event.adapter_digest) else "",
         base_loss=_loss(event, "base_eval_loss", run.base_loss),
         tuned_loss=_loss(event, "tuned_eval_loss", run.tuned_loss),
     )

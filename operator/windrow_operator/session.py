@@ -34,6 +34,7 @@ class Session:
     outbox: asyncio.Queue[pb.OperatorMessage | None] = field(default_factory=asyncio.Queue)
     config: pb.PolicyConfig | None = None  # as last sent
     renewed_at: datetime | None = None  # when the policy was last sent or renewed
+    stores_adapters: bool = False  # it obeys StoreAdapter
 
     def send(self, message: pb.OperatorMessage) -> None:
         """Queue a message; it is lost when the stream ends, and then the next pass sees that."""
@@ -42,6 +43,8 @@ class Session:
                 message.assign.leader_term = self.term
             case "command":
                 message.command.leader_term = self.term
+            case "adapter":
+                message.adapter.leader_term = self.term
         if self.outbox.qsize() < _MOST_QUEUED:
             self.outbox.put_nowait(message)
         else:

@@ -229,6 +229,8 @@ def succeeded(job: Job, run: JobPlacement, now: datetime) -> Body:
     # Never what the sidecar says: servers load from there.
     path = path_of(job.spec.output.destination) if job.spec else ""
     after["adapter"] = {"path": path}
+    if run.adapter_digest:  # a claim: what is loaded has to have it
+        after["adapter"]["digest"] = run.adapter_digest
     return _with(
         job, after, now, (T.SUCCEEDED, "True", Reason.COMPLETED, f"The adapter is in {path}")
     )
@@ -271,7 +273,10 @@ def _finished(job: Job, run: JobPlacement | None, now: datetime) -> Body:
 def deployed(job: Job, reason: Reason, message: str, now: datetime) -> Body:
     """Return the status of loading the adapter into serving pods."""
     value: Status = "True" if reason is Reason.LOADED else "False"
-    return _with(job, job.status, now, (T.DEPLOYED, value, reason, message))
+    after = dict(job.status)
+    if reason is Reason.LOADED and "servedAt" not in after.get("adapter", {}):
+        after["adapter"] = {**after.get("adapter", {}), "servedAt": timestamp(now)}
+    return _with(job, after, now, (T.DEPLOYED, value, reason, message))
 
 
 def _with(

@@ -130,6 +130,19 @@ def reach_refusal(job: Job, policy: CheckedPolicy, *, serves_model: bool) -> str
         _credentials_refusal(job, policy, job.spec, policy.spec)
         or _folder_refusal(job, policy, job.spec, policy.spec, serves_model=serves_model)
         or _host_refusal(job, policy, job.spec)
+        or _arrival_refusal(policy, job.spec, policy.spec)
+    )
+
+
+def _arrival_refusal(policy: CheckedPolicy, spec: FinetuneJobSpec, terms: HarvestPolicySpec) -> str:
+    """Return why the policy's servers could not load what the job is to deploy."""
+    deploys = spec.output.deploy.enabled and terms.access.adapters
+    if not deploys or terms.sidecar.adapter_cache or not is_bucket(spec.output.destination):
+        return ""
+    return (
+        f"loads no adapter from {spec.output.destination} (output.deploy): policy {policy.name} "
+        "names no volume for copies (sidecar.adapterCache). Write to a volume that servers mount, "
+        "or leave out deploy"
     )
 
 

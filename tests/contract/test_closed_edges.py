@@ -27,7 +27,6 @@ from windrow_operator.bearer_tokens import (
     account_of,
 )
 from windrow_operator.cluster_state import ClusterState
-from windrow_operator.deploy import Instance, NotLoaded, Servers
 from windrow_operator.identity import Identity, Refused
 from windrow_operator.injection import SidecarTemplate
 from windrow_operator.metrics import Metrics
@@ -35,6 +34,8 @@ from windrow_operator.model import Pod
 from windrow_operator.openai_api.keyring import Keyring
 from windrow_operator.openai_api.refusals import CallRefused
 from windrow_operator.rate_limit import Forgetful, TokenBucket
+from windrow_operator.server_calls import NotLoaded, Servers
+from windrow_operator.serving import Instance
 from windrow_operator.webhook import PATH, Webhook
 from windrow_sidecar.finetune.training.checkpoint import JobFolder
 from windrow_sidecar.testing.attached_operator import certificate
@@ -311,7 +312,7 @@ async def loaded(url):
     one = Instance("evil/decode-0", "u", "decode", url)
     async with aiohttp.ClientSession() as session:
         try:
-            await Servers(session).load_everywhere([one], "evil.job", "/a", pinned=False)
+            await Servers(session).load_everywhere([(one, "/a")], "evil.job", pinned=False)
         except NotLoaded as error:
             return str(error)
     return ""

@@ -15,12 +15,15 @@ import torch
 
 from windrow.errors import UserError
 from windrow_sidecar.finetune.data.confined_files import ConfinedFiles
-from windrow_sidecar.finetune.data.remote import Credentials, storage_options
+from windrow_sidecar.finetune.data.remote import (
+    Credentials,
+    open_file_system,
+    storage_options,
+)
 from windrow_sidecar.finetune.job.bucket import (
     BucketFolder,
     BucketSilent,
     OwnBucketFolder,
-    _file_system,
 )
 from windrow_sidecar.finetune.job.starting_point import (
     NamedCheckpoint,
@@ -69,7 +72,7 @@ class InBucket:
         self.system = self._open()
 
     def _open(self):
-        return _file_system(self.url, Credentials("s3", self._secret))
+        return open_file_system(self.url, Credentials("s3", self._secret))
 
     def folder(self, epoch=1):
         return BucketFolder(self.url, UID, epoch, self._open(), self._scratch / f"node-{epoch}")
@@ -290,13 +293,13 @@ class Failing:
 def test_an_upload_that_fails_at_any_file_leaves_the_checkpoint_before(bucket, tmp_path, n):
     url, secret = bucket
     credentials = Credentials("s3", secret)
-    folder = BucketFolder(url, UID, 1, _file_system(url, credentials), tmp_path)
+    folder = BucketFolder(url, UID, 1, open_file_system(url, credentials), tmp_path)
     folder.claim()
     folder.save(Position(1), TENSORS, keep=1)
     folder._system = Failing(folder._system, n)
     with pytest.raises(OSError, match="connection reset"):
         folder.save(Position(2), TENSORS, keep=1)
-    after = BucketFolder(url, UID, 2, _file_system(url, credentials), tmp_path)
+    after = BucketFolder(url, UID, 2, open_file_system(url, credentials), tmp_path)
     after.claim()
     assert after.newest().position == Position(1)
     assert not list(tmp_path.rglob("*.safetensors")), "what was uploaded or not takes no disk"
@@ -307,7 +310,7 @@ def test_an_upload_that_fails_at_any_file_leaves_the_checkpoint_before(bucket, t
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_adapter_that_is_uploaded_by_half_is_none(bucket, tmp_path, n):
     url, secret = bucket
-    system = _file_system(url, Credentials("s3", secret))
+    system = open_file_system(url, Credentials("s3", secret))
     folder = BucketFolder(url, UID, 1, Failing(system, n), tmp_path)
     folder.claim()
     with pytest.raises(OSError, match="connection reset"):
@@ -324,7 +327,7 @@ def test_an_adapter_that_is_uploaded_by_half_is_none(bucket, tmp_path, n):
 )
 def test_a_bucket_that_cannot_be_written_is_the_users_to_mend(bucket, tmp_path, change, says):
     url, secret = change.get("bucket", bucket[0]), bucket[1] | change
-    folder = BucketFolder(url, UID, 1, _file_system(url, Credentials("s3", secret)), tmp_path)
+    folder = BucketFolder(url, UID, 1, open_file_system(url, Credentials("s3", secret)), tmp_path)
     with pytest.raises(UserError, match=says) as found:
         folder.claim()
     assert found.value.reason == "OutputNotWritable"
@@ -333,7 +336,7 @@ def test_a_bucket_that_cannot_be_written_is_the_users_to_mend(bucket, tmp_path, 
 
 def test_a_store_that_does_not_answer_is_no_reason_to_begin_anew(bucket, tmp_path):
     url, secret = bucket[0], bucket[1] | {"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}
-    folder = BucketFolder(url, UID, 1, _file_system(url, Credentials("s3", secret)), tmp_path)
+    folder = BucketFolder(url, UID, 1, open_file_system(url, Credentials("s3", secret)), tmp_path)
     with pytest.raises(BucketSilent):
         folder.newest()
 
@@ -360,7 +363,7 @@ def alone(bucket, tmp_path):
     url, secret = bucket
 
     def folder(machine, **how):
-        system = _file_system(url, Credentials("s3", secret))
+        system = open_file_system(url, Credentials("s3", secret))
         return OwnBucketFolder(url, UID, system, tmp_path / machine, **how)
 
     return folder
@@ -389,7 +392,7 @@ def test_a_worker_alone_goes_on_from_the_bucket_and_the_one_before_writes_no_mor
 
 def test_the_figures_of_all_workers_of_a_job_are_in_its_bucket(bucket, alone, tmp_path):
     url, secret = bucket
-    system = _file_system(url, Credentials("s3", secret))
+    system = open_file_system(url, Credentials("s3", secret))
 
     def steps():
         lines = system.cat_file(f"{url}/.windrow/{UID}/metrics.jsonl").decode().splitlines()

@@ -118,6 +118,7 @@ class FakeSidecar:
         outputs=("/out",),
         leader_term=0,
         model="/m",
+        stores_adapters=False,
     ):
         credentials = grpc.ssl_channel_credentials(authority)
         self._channel = grpc.secure_channel(address, credentials)
@@ -139,6 +140,7 @@ class FakeSidecar:
             slots=[slot] if facts else [],
             running=running,
             leader_term=leader_term,
+            stores_adapters=stores_adapters,
         )
         self._outbox.put(pb.SidecarMessage(hello=hello))
         self._stream = pb_grpc.AttachStub(self._channel).Attach(

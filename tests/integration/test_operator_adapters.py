@@ -5,6 +5,7 @@ The servers here stand where SGLang's front stands: its three calls, with its an
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import subprocess
@@ -14,13 +15,21 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import fsspec
 import httpx
 import openai
 import pytest
+import torch
 from kubernetes import client as k8s
+from safetensors.torch import save
 from waiting import wait_until
 
+from windrow.adapter_files import digest_of_folder
+from windrow.rundir import RunDir
 from windrow_lab.machine.ports import free_port
+from windrow_sidecar.agent.adapter_store import AdapterStore
+from windrow_sidecar.agent.settings import AgentSettings
+from windrow_sidecar.finetune.data.remote import Credentials, storage_options
 
 
 @dataclass
@@ -32,10 +41,22 @@ class Front:
     refuses: str = ""
     adapters: dict[str, dict] = field(default_factory=dict)
     port: int = 0
+    broken: str = ""  # of the adapter directory by which it answers with an error
+    asked: list[dict] = field(default_factory=list)
 
     def answer(self, path: str, body: dict | None) -> tuple[int, dict]:
         if path == "/v1/models":
-            return 200, {"data": [{"id": "/m"}, *({"id": name} for name in self.adapters)]}
+            known = [
+                {"id": name, "root": body["lora_path"]} for name, body in self.adapters.items()
+            ]
+            return 200, {"data": [{"id": "/m", "root": "/m"}, *known]}
+        if path == "/v1/completions":
+            self.asked.append(body)
+            base, _, adapter = body["model"].partition(":")
+            assert base == "/m"
+            if adapter and self.broken and self.adapters[adapter]["lora_path"] == self.broken:
+                return 500, {"error": {"message": "an assert of the kernel"}}
+            return 200, {"choices": [{"text": "..."}]}
         if path == "/v1/chat/completions":
             base, _, adapter = body["model"].partition(":")
             assert (base, adapter in self.adapters) == ("/m", True)
@@ -254,3 +275,131 @@ def _allowed(client):
     except openai.PermissionDeniedError:
         return False
     return True
+
+
+# --- versions that arrive from a bucket -----------------------------------------------------------
+
+
+@pytest.fixture
+def cached(cluster, fronts, bucket, tmp_path):
+    """A decode pod whose sidecar is scripted but for the copies, which the agent's own part makes.
+
+    Returns how a job finishes, how an order to store is carried out, the sidecar, decode.
+    """
+    url, secret = bucket
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    own = {"matchLabels": {"kubernetes.io/metadata.name": cluster.namespace}}
+    volumes = [{"name": "shared", "mountPath": str(volume), "hostPath": {"path": str(volume)}}]
+    cluster.policy(
+        access={"namespaceSelector": own, "adapters": True},
+        sidecar={"volumes": volumes, "adapterCache": {"volume": "shared", "size": "1Mi"}},
+    )
+    labels, held = {"windrow.dev/credentials": "true"}, {"name": "s3"}
+    body = {"metadata": {**held, "labels": labels}, "stringData": secret}
+    cluster.core.create_namespaced_secret(cluster.namespace, body)
+    serving_pod(cluster, fronts["prefill"])
+    sidecar = cluster.attach(serving_pod(cluster, fronts["decode"]), stores_adapters=True)
+    sidecar.beat()
+    system = fsspec.filesystem("s3", **storage_options(url, Credentials("s3", secret)))
+
+    def store(order):
+        told = []
+        settings = AgentSettings(RunDir(tmp_path / "run"))
+        asyncio.run(AdapterStore(settings, told.append).store(order))
+        sidecar.say(adapter=told[0])
+        return told[0].error
+
+    def finish(name, value, loss, **canary):
+        """Have a job succeed whose adapter is in the bucket; returns the directory of its copy."""
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1}')
+        weights = {"lora_A": torch.full((1, 4), value)}
+        (folder / "adapter_model.safetensors").write_bytes(save(weights))
+        for file in folder.iterdir():
+            system.put_file(str(file), f"{url}/{name}/{file.name}")
+        output = {"destination": f"{url}/{name}", "secretRef": held}
+        output["deploy"] = {"enabled": True, "name": "tone", "canary": canary}
+        dataset = {"source": "/d/rows.jsonl", "evalFraction": 0.1}
+        cluster.job(name, output=output, dataset=dataset)
+        assigned = sidecar.next("assign")
+        sidecar.report(assigned, "STARTED")
+        digest = digest_of_folder(folder)
+        losses = {"base_eval_loss": 3.0, "tuned_eval_loss": loss}
+        sidecar.report(assigned, "SUCCEEDED", adapter_digest=digest, **losses)
+        cluster.await_state("Succeeded", name)
+        return f"{volume}/.windrow-adapters/{cluster.namespace}/{digest}"
+
+    return finish, store, sidecar, fronts["decode"]
+
+
+def said_of(cluster, name, reason):
+    def found():
+        said = cluster.condition("Deployed", name)
+        return said if said.get("reason") == reason else None
+
+    return wait_until(found, f"{name} is {reason}, it is {cluster.status(name)}")
+
+
+def test_a_name_points_to_the_newest_version_that_passes_and_back(cluster, cached):
+    finish, store, sidecar, decode = cached
+    served = f"{cluster.namespace}.tone"
+
+    def points_to():
+        assert set(decode.adapters) == {served}
+        return decode.adapters[served]["lora_path"]
+
+    one = finish("one", 1.0, loss=2.0)
+    order = sidecar.next("adapter")
+    assert said_of(cluster, "one", "Fetching")
+    assert store(order) == ""
+    assert "Requests ask for it" in said_of(cluster, "one", "Loaded")["message"]
+    assert points_to() == one
+    assert {path.name for path in Path(one).iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    # It answers worse than the version that is served: nothing is fetched or loaded.
+    calls = len(decode.calls)
+    finish("worse", 2.0, loss=2.5, maxLossIncrease="0.1")
+    said = said_of(cluster, "worse", "CanaryFailed")
+    assert "2.5 is more than 0.1 above the 2 of job one" in said["message"], said
+    assert f"{served} points to the version of job one" in said["message"]
+    assert len(decode.calls) == calls
+    # The servers cannot compute with it: the name has never pointed to it.
+    decode.broken = finish("broken", 3.0, loss=1.0, prompt="Say it.")
+    assert store(sidecar.next("adapter")) == ""
+    said = said_of(cluster, "broken", "CanaryFailed")
+    assert "decode-0 answers with an error: an assert of the kernel" in said["message"], said
+    assert points_to() == one
+    assert decode.asked[-2]["prompt"] == "Say it."
+    of_name = [(role, call) for role, call, name in decode.calls if name == served]
+    assert of_name == [("prefill", "/load_lora_adapter"), ("decode", "/load_lora_adapter")]
+    assert said_of(cluster, "one", "Loaded")
+    # A good one takes the name, and gives it back when its job is deleted.
+    two = finish("two", 4.0, loss=1.5, maxLossIncrease="0")
+    order = sidecar.next("adapter")
+    assert Path(one).name in order.keep
+    assert store(order) == ""
+    assert said_of(cluster, "two", "Loaded")
+    assert points_to() == two
+    assert "job two" in said_of(cluster, "one", "Superseded")["message"]
+    cluster.delete_job("two")
+    said_of(cluster, "one", "Loaded")
+    assert points_to() == one
+    events = cluster.core.list_namespaced_event(cluster.namespace).items
+    assert {"CanaryFailed", "Superseded", "Loaded"} <= {event.reason for event in events}
+
+
+def test_a_bucket_whose_adapter_no_server_could_load_is_refused_before_it_is_trained(
+    cluster, fronts
+):
+    own = {"matchLabels": {"kubernetes.io/metadata.name": cluster.namespace}}
+    cluster.policy(access={"namespaceSelector": own, "adapters": True})
+    cluster.attach(serving_pod(cluster, fronts["decode"])).beat()
+    cluster.job(output={"destination": "s3://team/tone", "deploy": {"enabled": True}})
+    wait_until(
+        lambda: "sidecar.adapterCache" in cluster.condition("Placed").get("message", ""),
+        "the job is not placed",
+    )

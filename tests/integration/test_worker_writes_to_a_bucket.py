@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import signal
@@ -13,9 +14,14 @@ from safetensors.torch import load
 from support import forked_start
 from worker_pod import UID, Pod, lend_what_is_wanted, until
 
+from windrow.adapter_files import SERVED_FILES, digest_of
 from windrow.eventlog import TaskletEvent, read_events
 from windrow.protocol import Ending
-from windrow_sidecar.finetune.data.remote import Credentials, storage_options
+from windrow_sidecar.finetune.data.remote import (
+    Credentials,
+    open_file_system,
+    storage_options,
+)
 
 STEPS = 4
 pytestmark = [pytest.mark.paired, pytest.mark.timeout(900)]
@@ -84,6 +90,9 @@ def test_a_job_goes_on_from_the_bucket_on_another_machine(bucket, tmp_path_facto
     tasklets = [e for _, e in read_events(second.root) if isinstance(e, TaskletEvent)]
     assert [e.step for e in tasklets if e.phase == "opt"] == list(range(from_step, STEPS))
     assert second.agent.events[-1].adapter_path == url
+    system = open_file_system(url, Credentials("s3", secret))
+    sums = {n: hashlib.sha256(system.cat_file(f"{url}/{n}")).hexdigest() for n in SERVED_FILES}
+    assert second.agent.events[-1].adapter_digest == digest_of(sums)
     assert any(tensor.any() for name, tensor in adapter_in(url, secret).items() if "lora_B" in name)
     written = [p for pod in pods for p in pod.root.rglob("*") if p.is_file()]
     assert not [p for p in written if secret["AWS_SECRET_ACCESS_KEY"].encode() in p.read_bytes()]

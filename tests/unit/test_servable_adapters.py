@@ -9,14 +9,14 @@ from windrow.crd.servable import check_servable
 from windrow.errors import UserError
 
 
-def spec_of(adapter, *, deploy=True, destination="/out/a"):
+def spec_of(adapter, *, deploy=True, destination="/out/a", evaluates=True, **more):
     return parse_job_spec(
         {
             "model": {"name": "/models/m"},
-            "dataset": {"source": "/data/rows.jsonl"},
+            "dataset": {"source": "/data/rows.jsonl", "evalFraction": 0.1 * evaluates},
             "adapter": adapter,
             "training": {"maxSteps": 1},
-            "output": {"destination": destination, "deploy": {"enabled": deploy}},
+            "output": {"destination": destination, "deploy": {"enabled": deploy, **more}},
         }
     )
 
@@ -43,8 +43,12 @@ def test_plain_and_rank_stabilised_lora_is_served():
     check_servable(spec_of({}))
 
 
-def test_an_adapter_in_a_bucket_is_refused_where_it_is_to_be_loaded():
-    with pytest.raises(UserError, match="servers load from paths") as refused:
-        check_servable(spec_of({}, destination="s3://team/tone"))
-    assert refused.value.field == "spec.output.deploy.enabled"
-    check_servable(spec_of({}, destination="s3://team/tone", deploy=False))
+def test_an_adapter_in_a_bucket_is_served():
+    check_servable(spec_of({}, destination="s3://team/tone"))
+
+
+def test_a_canary_by_loss_needs_rows_to_evaluate_on():
+    canary = {"canary": {"maxLossIncrease": "0.1"}}
+    with pytest.raises(UserError, match="has no losses to compare"):
+        spec_of({}, **canary, evaluates=False)
+    assert spec_of({}, **canary).output.deploy.canary.max_loss_increase == 0.1

@@ -10,8 +10,9 @@ import pytest
 from aiohttp import web
 
 from windrow.errors import UserError
-from windrow_operator.deploy import Instance, NotLoaded, Servers
 from windrow_operator.secrets import read_server_key
+from windrow_operator.server_calls import NotLoaded, Servers
+from windrow_operator.serving import Instance
 
 
 def load(token):
@@ -33,7 +34,7 @@ def load(token):
         try:
             async with aiohttp.ClientSession() as session:
                 one = Instance("d/decode-0", "u", "decode", f"http://127.0.0.1:{port}", token)
-                await Servers(session).load_everywhere([one], "d.tone", "/a", pinned=False)
+                await Servers(session).load_everywhere([(one, "/a")], "d.tone", pinned=False)
         finally:
             await runner.cleanup()
 

@@ -14,7 +14,7 @@ from windrow.proto import attach_pb2 as pb
 from windrow.rundir import MOST_SLOTS
 from windrow_operator import claims, reports, status, tenancy
 from windrow_operator.cluster_state import ClusterState
-from windrow_operator.deploy import Deployments, Instance, _reason_of, instances
+from windrow_operator.deploy import Deployments
 from windrow_operator.job_steps import assignment
 from windrow_operator.model import (
     Base,
@@ -29,6 +29,8 @@ from windrow_operator.planning import NoPlacement, place, refusal
 from windrow_operator.policies import policy_of
 from windrow_operator.preemption import victims
 from windrow_operator.reconcile import Command
+from windrow_operator.server_calls import _reason_of
+from windrow_operator.serving import Instance, instances
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
 NAME = "kubernetes.io/metadata.name"

@@ -19,7 +19,7 @@ from windrow.crd.dataset import DatasetSpec, SecretRef
 from windrow.crd.texts import Name, Place, Text
 from windrow.crd.tracking import TrackingSpec
 from windrow.crd.training import CheckpointSpec, TrainingSpec
-from windrow.crd.values import NAME_MAX, Record, Timestamp, cel, invalid
+from windrow.crd.values import NAME_MAX, NotNegative, Record, Timestamp, cel, invalid
 from windrow.outputs import is_bucket
 
 
@@ -45,6 +45,26 @@ class WorkersSpec(Record):
     max: int = Field(default=1, ge=1, le=1, description="Most workers. v1alpha1 runs one.")
 
 
+ServedName = Annotated[
+    str,
+    StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=NAME_MAX),
+]
+
+
+class CanarySpec(Record):
+    """Check of a version before a served name points to it."""
+
+    prompt: Text = Field(
+        default_factory=lambda: "Hello",
+        description="Prompt of the request that the servers have to answer by the new version.",
+    )
+    max_loss_increase: NotNegative | None = Field(
+        default=None,
+        description="By how much its evaluation loss may be above that of the version served so "
+        "far, or above the base model's where there is none. Default: any.",
+    )
+
+
 class DeploySpec(Record):
     """Loading of the finished adapter into the serving pods."""
 
@@ -53,6 +73,16 @@ class DeploySpec(Record):
         description="true: load it, as NAMESPACE.NAME of the job, into every decode and "
         "prefill instance of the model whose HarvestPolicy has `access.adapters`. Deleting the job "
         "unloads it.",
+    )
+    name: ServedName | None = Field(
+        default=None,
+        description="Name behind NAMESPACE. in place of the job's. Jobs of a namespace with one "
+        "name are versions of one adapter: the name points to the newest that passes its canary, "
+        "and back to the one before when that job is deleted.",
+    )
+    canary: CanarySpec | None = Field(
+        default=None,
+        description="Check of this version before the name points to it. Left out: a short prompt.",
     )
     pinned: bool = Field(
         default=False, description="true: the server keeps it in memory when others come."
@@ -191,12 +221,6 @@ _SERVABLE = [
             "output.deploy: servers leave out biases that were trained",
         ),
     )
-] + [
-    cel(
-        f"oldSelf.hasValue() || !({_DEPLOYS}) || !self.output.destination.startsWith('s3://')",
-        "output.deploy: servers load from paths, and the destination is in a bucket",
-    )
-    | {"optionalOldSelf": True}
 ]
 
 
@@ -311,6 +335,17 @@ class FinetuneJobSpec(Record):
         return self
 
     @model_validator(mode="after")
+    def _losses_for_the_canary(self) -> Self:
+        canary = self.output.deploy.canary
+        by_loss = canary is not None and canary.max_loss_increase is not None
+        if by_loss and not self.dataset.evaluates:
+            raise invalid(
+                "output.deploy.canary.maxLossIncrease has no losses to compare",
+                "Set dataset.evalFraction above 0, or name rows in dataset.evalSource.",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _credentials_for_the_checkpoint(self) -> Self:
         place = self.checkpoint.resume_from
         if place is not None and is_bucket(place) and not is_bucket(self.output.destination):
@@ -353,6 +388,13 @@ class AdapterStatus(Record):
     """The finished adapter."""
 
     path: str = Field(description="Directory that peft loads.")
+    digest: str | None = Field(
+        default=None,
+        description="SHA-256 over its configuration and weights, by which a version is known.",
+    )
+    served_at: Timestamp | None = Field(
+        default=None, description="When servers first answered by it."
+    )
 
 
 class EvaluationStatus(Record):

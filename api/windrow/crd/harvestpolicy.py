@@ -528,9 +528,26 @@ class VolumeSpec(Record):
         )
 
 
+class AdapterCacheSpec(Record):
+    """Copies of finished adapters on a volume from which servers load them."""
+
+    volume: str = Field(
+        max_length=48,
+        description="Name of one of `volumes` that is not readOnly. Servers of the policy's "
+        "namespace mount it at the same path.",
+    )
+    size: Quantity = Field(
+        default=10 * 2**30,
+        description="Most bytes of the copies of each namespace, like 10Gi. Copies that no name "
+        "points to go first.",
+        json_schema_extra={"default": "10Gi"},
+    )
+
+
 # How decode and a worker share a GPU, as a policy asks for it.
 SharingMode = Literal["auto", "spatial", "temporal"]
 MPS_AND_SHARING = "sidecar.mps: false means sharing: temporal, and sharing says something else"
+ADAPTER_CACHE = "adapterCache.volume is none of the volumes that are not readOnly"
 DRA_FORM = "gpuAccess dra needs form sidecar: an ephemeral container can hold no claims"
 
 
@@ -544,7 +561,12 @@ class SidecarSpec(Record):
                     "!has(self.gpuAccess) || self.gpuAccess != 'dra' || "
                     "has(self.form) && self.form == 'sidecar'",
                     DRA_FORM,
-                )
+                ),
+                cel(
+                    "!has(self.adapterCache) || has(self.volumes) && self.volumes.exists(v, "
+                    "v.name == self.adapterCache.volume && (!has(v.readOnly) || !v.readOnly))",
+                    ADAPTER_CACHE,
+                ),
             ]
         }
     )
@@ -594,6 +616,13 @@ class SidecarSpec(Record):
         },
     )
 
+    adapter_cache: AdapterCacheSpec | None = Field(
+        default=None,
+        description="Where sidecars put copies of adapters for `output.deploy`, so that servers "
+        "load from it what jobs have written to s3:// or to another volume. Left out: servers "
+        "load from the job's destination, which has to be a path that they mount.",
+    )
+
     @field_validator("volumes")
     @classmethod
     def _apart(cls, volumes: list[VolumeSpec]) -> list[VolumeSpec]:
@@ -606,6 +635,20 @@ class SidecarSpec(Record):
                     "Give each volume a name and a path of its own.",
                 )
         return volumes
+
+    @model_validator(mode="after")
+    def _cache_on_a_volume(self) -> Self:
+        cache = self.adapter_cache
+        if cache is not None and self.cache_volume is None:
+            raise invalid(ADAPTER_CACHE, f"Add volume {cache.volume!r}, or name another.")
+        return self
+
+    @property
+    def cache_volume(self) -> VolumeSpec | None:
+        """The volume of the adapter cache; None: there is no cache."""
+        named = self.adapter_cache.volume if self.adapter_cache else ""
+        found = (each for each in self.volumes if each.name == named and not each.read_only)
+        return next(found, None)
 
     @model_validator(mode="after")
     def _claims_need_a_container_of_the_pod(self) -> Self:

@@ -8,7 +8,6 @@ from windrow.conditions import Reason
 from windrow.crd.adapter import LoraSpec
 from windrow.crd.finetunejob import FinetuneJobSpec
 from windrow.errors import UserError
-from windrow.outputs import is_bucket
 
 
 def check_servable(spec: FinetuneJobSpec) -> None:
@@ -20,13 +19,6 @@ def check_servable(spec: FinetuneJobSpec) -> None:
         UserError: names the option.
     """
     if spec.output.deploy.enabled:
-        if why := unreachable(spec):
-            raise UserError(
-                why,
-                field="spec.output.deploy.enabled",
-                remedy="Write to a volume that decode and prefill pods mount, or leave out deploy.",
-                reason=Reason.INVALID_SPEC,
-            )
         for field, problem in unservable(spec):
             raise UserError(
                 problem,
@@ -34,13 +26,6 @@ def check_servable(spec: FinetuneJobSpec) -> None:
                 remedy="Choose another one, or leave out spec.output.deploy.",
                 reason=Reason.INVALID_SPEC,
             )
-
-
-def unreachable(spec: FinetuneJobSpec) -> str:
-    """Return why servers cannot read the adapter where the job writes it; empty: they can."""
-    if is_bucket(spec.output.destination):
-        return f"servers load from paths, and {spec.output.destination} is in a bucket"
-    return ""
 
 
 def unservable(spec: FinetuneJobSpec) -> Iterator[tuple[str, str]]:

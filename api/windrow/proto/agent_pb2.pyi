@@ -251,7 +251,7 @@ class WorkerProgress(_message.Message):
     def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., grad_norm: _Optional[float] = ..., tokens: _Optional[int] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., held_chunks: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., skipped_rows: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., allocator_held_bytes: _Optional[int] = ..., allocator_requested_bytes: _Optional[int] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., cut_rows: _Optional[int] = ..., sharing_code: _Optional[str] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
-    __slots__ = ("kind", "reason", "detail", "user_error", "adapter_path", "base_eval_loss", "tuned_eval_loss", "field", "remedy")
+    __slots__ = ("kind", "reason", "detail", "user_error", "adapter_path", "base_eval_loss", "tuned_eval_loss", "field", "remedy", "adapter_digest")
     KIND_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +261,7 @@ class WorkerEvent(_message.Message):
     TUNED_EVAL_LOSS_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
     REMEDY_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     kind: str
     reason: str
     detail: str
@@ -270,7 +271,8 @@ class WorkerEvent(_message.Message):
     tuned_eval_loss: float
     field: str
     remedy: str
-    def __init__(self, kind: _Optional[str] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., user_error: _Optional[bool] = ..., adapter_path: _Optional[str] = ..., base_eval_loss: _Optional[float] = ..., tuned_eval_loss: _Optional[float] = ..., field: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
+    adapter_digest: str
+    def __init__(self, kind: _Optional[str] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., user_error: _Optional[bool] = ..., adapter_path: _Optional[str] = ..., base_eval_loss: _Optional[float] = ..., tuned_eval_loss: _Optional[float] = ..., field: _Optional[str] = ..., remedy: _Optional[str] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
     __slots__ = ("action", "reason", "job_uid", "epoch", "dataset_secret", "output_secret", "tracking_secret")

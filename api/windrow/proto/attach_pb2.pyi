@@ -8,33 +8,37 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SidecarMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "job_event", "profile")
+    __slots__ = ("hello", "heartbeat", "job_event", "profile", "adapter")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     JOB_EVENT_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     hello: SidecarHello
     heartbeat: SlotHeartbeat
     job_event: JobEvent
     profile: ProfileReport
-    def __init__(self, hello: _Optional[_Union[SidecarHello, _Mapping]] = ..., heartbeat: _Optional[_Union[SlotHeartbeat, _Mapping]] = ..., job_event: _Optional[_Union[JobEvent, _Mapping]] = ..., profile: _Optional[_Union[ProfileReport, _Mapping]] = ...) -> None: ...
+    adapter: AdapterStored
+    def __init__(self, hello: _Optional[_Union[SidecarHello, _Mapping]] = ..., heartbeat: _Optional[_Union[SlotHeartbeat, _Mapping]] = ..., job_event: _Optional[_Union[JobEvent, _Mapping]] = ..., profile: _Optional[_Union[ProfileReport, _Mapping]] = ..., adapter: _Optional[_Union[AdapterStored, _Mapping]] = ...) -> None: ...
 
 class OperatorMessage(_message.Message):
-    __slots__ = ("hello", "policy", "assign", "command", "renewal")
+    __slots__ = ("hello", "policy", "assign", "command", "renewal", "adapter")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
     COMMAND_FIELD_NUMBER: _ClassVar[int]
     RENEWAL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     hello: OperatorHello
     policy: PolicyConfig
     assign: Assign
     command: JobCommand
     renewal: PolicyRenewal
-    def __init__(self, hello: _Optional[_Union[OperatorHello, _Mapping]] = ..., policy: _Optional[_Union[PolicyConfig, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., command: _Optional[_Union[JobCommand, _Mapping]] = ..., renewal: _Optional[_Union[PolicyRenewal, _Mapping]] = ...) -> None: ...
+    adapter: StoreAdapter
+    def __init__(self, hello: _Optional[_Union[OperatorHello, _Mapping]] = ..., policy: _Optional[_Union[PolicyConfig, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., command: _Optional[_Union[JobCommand, _Mapping]] = ..., renewal: _Optional[_Union[PolicyRenewal, _Mapping]] = ..., adapter: _Optional[_Union[StoreAdapter, _Mapping]] = ...) -> None: ...
 
 class SidecarHello(_message.Message):
-    __slots__ = ("protocol_version", "windrow_version", "pod_namespace", "pod_name", "pod_uid", "node_name", "slots", "running", "leader_term", "heartbeat_seconds", "rests")
+    __slots__ = ("protocol_version", "windrow_version", "pod_namespace", "pod_name", "pod_uid", "node_name", "slots", "running", "leader_term", "heartbeat_seconds", "rests", "stores_adapters")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WINDROW_VERSION_FIELD_NUMBER: _ClassVar[int]
     POD_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +50,7 @@ class SidecarHello(_message.Message):
     LEADER_TERM_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RESTS_FIELD_NUMBER: _ClassVar[int]
+    STORES_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     windrow_version: str
     pod_namespace: str
@@ -57,7 +62,8 @@ class SidecarHello(_message.Message):
     leader_term: int
     heartbeat_seconds: float
     rests: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., windrow_version: _Optional[str] = ..., pod_namespace: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., node_name: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotFacts, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RunningJob, _Mapping]]] = ..., leader_term: _Optional[int] = ..., heartbeat_seconds: _Optional[float] = ..., rests: _Optional[bool] = ...) -> None: ...
+    stores_adapters: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., windrow_version: _Optional[str] = ..., pod_namespace: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., node_name: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotFacts, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RunningJob, _Mapping]]] = ..., leader_term: _Optional[int] = ..., heartbeat_seconds: _Optional[float] = ..., rests: _Optional[bool] = ..., stores_adapters: _Optional[bool] = ...) -> None: ...
 
 class SlotFacts(_message.Message):
     __slots__ = ("index", "engine", "engine_version", "device", "driver", "model", "model_fingerprint", "compute_units", "finetune_levels", "arena_bytes", "chunk_bytes", "chunks", "tensor_parallel", "endpoint", "max_jobs", "sharing", "sharing_reason", "output_trees", "unseen_device", "sharing_code", "refused")
@@ -345,7 +351,7 @@ class SlotHeartbeat(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., engine_state: _Optional[str] = ..., steps: _Optional[int] = ..., steps_over_objective: _Optional[int] = ..., tpot_p50_seconds: _Optional[float] = ..., tpot_p99_seconds: _Optional[float] = ..., batch: _Optional[int] = ..., context_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., decode_units: _Optional[int] = ..., finetune_units: _Optional[int] = ..., chunks_kv: _Optional[int] = ..., chunks_lent: _Optional[int] = ..., chunks_reserved: _Optional[int] = ..., chunks_free: _Optional[int] = ..., predicted_tokens_per_second: _Optional[float] = ..., compute_utilization: _Optional[float] = ..., compute_utilization_decode: _Optional[float] = ..., memory_utilization: _Optional[float] = ..., breaker: _Optional[str] = ..., job: _Optional[_Union[RunningJob, _Mapping]] = ..., chunks_draining: _Optional[int] = ..., jobs: _Optional[_Iterable[_Union[RunningJob, _Mapping]]] = ..., off: _Optional[str] = ...) -> None: ...
 
 class JobEvent(_message.Message):
-    __slots__ = ("kind", "job_uid", "epoch", "reason", "detail", "user_error", "progress", "adapter_path", "base_eval_loss", "tuned_eval_loss", "at_unix_seconds", "field", "remedy")
+    __slots__ = ("kind", "job_uid", "epoch", "reason", "detail", "user_error", "progress", "adapter_path", "base_eval_loss", "tuned_eval_loss", "at_unix_seconds", "field", "remedy", "adapter_digest")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[JobEvent.Kind]
@@ -383,6 +389,7 @@ class JobEvent(_message.Message):
     AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
     REMEDY_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     kind: JobEvent.Kind
     job_uid: str
     epoch: int
@@ -396,7 +403,49 @@ class JobEvent(_message.Message):
     at_unix_seconds: float
     field: str
     remedy: str
-    def __init__(self, kind: _Optional[_Union[JobEvent.Kind, str]] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., user_error: _Optional[bool] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., adapter_path: _Optional[str] = ..., base_eval_loss: _Optional[float] = ..., tuned_eval_loss: _Optional[float] = ..., at_unix_seconds: _Optional[float] = ..., field: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
+    adapter_digest: str
+    def __init__(self, kind: _Optional[_Union[JobEvent.Kind, str]] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., user_error: _Optional[bool] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., adapter_path: _Optional[str] = ..., base_eval_loss: _Optional[float] = ..., tuned_eval_loss: _Optional[float] = ..., at_unix_seconds: _Optional[float] = ..., field: _Optional[str] = ..., remedy: _Optional[str] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
+
+class StoreAdapter(_message.Message):
+    __slots__ = ("job_uid", "source", "digest", "cache", "cache_bytes", "keep", "outputs", "access", "secret", "leader_term")
+    class SecretEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    JOB_UID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    ACCESS_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    LEADER_TERM_FIELD_NUMBER: _ClassVar[int]
+    job_uid: str
+    source: str
+    digest: str
+    cache: str
+    cache_bytes: int
+    keep: _containers.RepeatedScalarFieldContainer[str]
+    outputs: Outputs
+    access: Access
+    secret: _containers.ScalarMap[str, str]
+    leader_term: int
+    def __init__(self, job_uid: _Optional[str] = ..., source: _Optional[str] = ..., digest: _Optional[str] = ..., cache: _Optional[str] = ..., cache_bytes: _Optional[int] = ..., keep: _Optional[_Iterable[str]] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., access: _Optional[_Union[Access, _Mapping]] = ..., secret: _Optional[_Mapping[str, str]] = ..., leader_term: _Optional[int] = ...) -> None: ...
+
+class AdapterStored(_message.Message):
+    __slots__ = ("job_uid", "digest", "error")
+    JOB_UID_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    job_uid: str
+    digest: str
+    error: str
+    def __init__(self, job_uid: _Optional[str] = ..., digest: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class ProfileReport(_message.Message):
     __slots__ = ("slot", "key", "profile_json")

@@ -190,13 +190,14 @@ def is_over(status: str) -> bool:
 def _is_loading(body: Body) -> bool:
     deploys = ((body["spec"].get("output") or {}).get("deploy") or {}).get("enabled")
     told = get_condition((body.get("status") or {}).get("conditions"), T.DEPLOYED)
-    return bool(deploys) and told is None
+    return bool(deploys) and (told is None or told["reason"] == Reason.FETCHING)
 
 
 def tuned_model(body: Body) -> str:
     """Return the name by which requests ask a server for the adapter of a job."""
-    meta = body["metadata"]
-    return f"{body['spec']['model']['name']}:{meta['namespace']}.{meta['name']}"
+    meta, deploy = body["metadata"], (body["spec"].get("output") or {}).get("deploy") or {}
+    name = deploy.get("name") or meta["name"]
+    return f"{body['spec']['model']['name']}:{meta['namespace']}.{name}"
 
 
 def unix(text: str | None) -> int | None:

@@ -144,6 +144,7 @@ class JobRun:
         event.user_error = said.user_error
         event.field, event.remedy = said.field, said.remedy
         event.adapter_path = said.adapter_path
+        event.adapter_digest = said.adapter_digest
         if said.HasField("base_eval_loss"):
             event.base_eval_loss = said.base_eval_loss
         if said.HasField("tuned_eval_loss"):

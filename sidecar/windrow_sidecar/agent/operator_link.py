@@ -107,6 +107,7 @@ class OperatorLink:
         self._facts_changed = asyncio.Event()
         self._state_changed = asyncio.Event()
         self._profiles: asyncio.Queue[AgentSlot] = asyncio.Queue()
+        self._stored: asyncio.Queue[attach_pb2.AdapterStored] = asyncio.Queue()
         self._sent = 0  # number of the last event that the present stream carries
         self._addresses = _Addresses(settings.operator_address)
         self._term = 0  # the highest of a leader that was heard
@@ -124,6 +125,10 @@ class OperatorLink:
     def profile_taken(self, slot: AgentSlot) -> None:
         """A latency profile has come: pass it on."""
         self._profiles.put_nowait(slot)
+
+    def adapter_stored(self, told: attach_pb2.AdapterStored) -> None:
+        """Pass on what became of an adapter; lost with the stream, it is asked for again."""
+        self._stored.put_nowait(told)
 
     async def delivered(self, within_s: float) -> None:
         """Wait until the stream has carried every event, but not for ever."""
@@ -196,6 +201,7 @@ class OperatorLink:
                 tasks.create_task(self._beat(outgoing, hello))
                 tasks.create_task(self._tell_events(outgoing))
                 tasks.create_task(self._tell_profiles(outgoing))
+                tasks.create_task(self._tell_stored(outgoing))
                 tasks.create_task(self._say_hello_again(outgoing))
         except* grpc.RpcError as group:
             raise group.exceptions[0] from None
@@ -234,6 +240,8 @@ class OperatorLink:
                 return int(message.assign.leader_term) < self._term
             case "command":
                 return int(message.command.leader_term) < self._term
+            case "adapter":
+                return int(message.adapter.leader_term) < self._term
         return False
 
     async def _beat(self, out: _Writer, agreed: attach_pb2.OperatorHello) -> None:
@@ -273,6 +281,11 @@ class OperatorLink:
                 )
                 await out.write(attach_pb2.SidecarMessage(profile=report))
 
+    async def _tell_stored(self, out: _Writer) -> None:
+        while True:
+            told = await self._stored.get()
+            await out.write(attach_pb2.SidecarMessage(adapter=told))
+
     async def _say_hello_again(self, out: _Writer) -> None:
         while True:
             await self._facts_changed.wait()
@@ -294,6 +307,7 @@ class OperatorLink:
                 running=[run for slot in slots for run in slot.jobs.unsettled()],
                 leader_term=self._term,
                 rests=True,
+                stores_adapters=True,
             )
         )
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Coroutine
 
 from windrow.proto import agent_pb2, attach_pb2
+from windrow_sidecar.agent.adapter_store import AdapterStore
 from windrow_sidecar.agent.exporter import Exporter
 from windrow_sidecar.agent.gpu_sharing import GpuSharing
 from windrow_sidecar.agent.job_run import JobRun
@@ -56,6 +57,7 @@ class Sidecar:
         self._forks = make_fork_server(settings) if settings.standby else None
         self._lease = PolicyLease()
         self._link = OperatorLink(settings, self._outbox, self._all_slots, self._obey, self._lease)
+        self._adapters = AdapterStore(settings, self._link.adapter_stored)
         self._off = Off()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -85,6 +87,7 @@ class Sidecar:
             watch.cancel()
             if link:
                 await end(link)
+            await self._adapters.close()
             # No grace: workers have been heard to their last word, and an engine's stream would
             # stay open through any.
             await server.stop(grace=None)
@@ -177,6 +180,8 @@ class Sidecar:
                 self._order(self._assign(message.assign))
             case "command":
                 self._order(self._command_run(message.command))
+            case "adapter":
+                self._order(self._adapters.store(message.adapter))
 
     def _order(self, order: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(order)

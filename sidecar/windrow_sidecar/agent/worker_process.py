@@ -73,17 +73,14 @@ def write_job(settings: AgentSettings, assign: attach_pb2.Assign) -> Path:
         "spec": json.loads(assign.spec_json),
         "checkpoint": assign.checkpoint_path,
         "outputs": list(assign.outputs.trees) if assign.HasField("outputs") else None,
-        "access": _access(settings, assign),
+        "access": access_document(settings, assign.access) if assign.HasField("access") else None,
     }
     (folder / "job.json").write_text(json.dumps(job, indent=2), encoding="utf-8")
     return folder
 
 
-def _access(settings: AgentSettings, assign: attach_pb2.Assign) -> dict[str, object] | None:
-    """Return what a job may read, as its worker reads it; None: an operator that does not say."""
-    if not assign.HasField("access"):
-        return None
-    access = assign.access
+def access_document(settings: AgentSettings, access: attach_pb2.Access) -> dict[str, object]:
+    """Return what a job may read, as processes that act for it read it."""
     return {
         "readableTrees": list(access.readable_trees),
         "never": [str(settings.run_dir.root)],

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windrow.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from windrow.conditions import Reason
 from windrow.crd import FinetuneJobSpec
 from windrow.errors import UserError
@@ -38,8 +39,6 @@ from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
 from windrow_sidecar.finetune.training.checkpoint import told_by_system
 
 ADAPTER = "default"
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
 
 
 def add_adapter(

@@ -107,6 +107,7 @@ class JobAgentLink:
                     field=event.field,
                     remedy=event.remedy,
                     adapter_path=event.adapter_path,
+                    adapter_digest=event.adapter_digest,
                     base_eval_loss=event.base_eval_loss,
                     tuned_eval_loss=event.tuned_eval_loss,
                 )

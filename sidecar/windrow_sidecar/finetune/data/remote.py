@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
+from windrow.wheel import install_client
 
 # Of http(s)://, of the Hub, of s3://.
 CLIENTS = ("aiohttp", "httpx", "httpx2", "httpcore", "httpcore2", "botocore")
@@ -110,6 +111,33 @@ def storage_options(url: str, credentials: Credentials) -> dict[str, Any]:
         "config_kwargs": _of_store(endpoint or ""),
     }
     return {name: value for name, value in options.items() if value}
+
+
+def open_file_system(url: str, credentials: Credentials) -> Any:  # noqa: ANN401 - fsspec's
+    """Return the file system of a destination, by fsspec, without a cache of listings.
+
+    Raises:
+        UserError: the Secret lacks a key, or there is no client for the scheme.
+    """
+    import fsspec
+
+    scheme = urlsplit(url).scheme
+    try:
+        return fsspec.filesystem(
+            scheme,
+            # Fences and checkpoints of other workers must be seen at once; secrets are not kept.
+            use_listings_cache=False,
+            skip_instance_cache=True,
+            **storage_options(url, credentials),
+        )
+    except ImportError as error:
+        raise UserError(
+            f"{url}: this worker has no client for {scheme}:// ({error})",
+            field="spec.output.destination",
+            remedy="Where the worker runs (on a cluster the sidecar's image): "
+            f"{install_client(scheme)}, or name a path.",
+            reason=Reason.OUTPUT_NOT_WRITABLE,
+        ) from error
 
 
 def _of_store(endpoint: str) -> dict[str, Any]:

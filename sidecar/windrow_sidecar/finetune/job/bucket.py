@@ -20,7 +20,6 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 from torch import Tensor
 
@@ -29,13 +28,12 @@ from windrow.errors import Transient, UserError
 from windrow.holder import HOLDER, AlreadyHeld, hold, wait_for_orphan
 from windrow.outputs import OWN_FOLDER, is_bucket, path_of
 from windrow.redaction import redacted
-from windrow.wheel import install_client
 from windrow_sidecar.finetune.data.confined_files import ConfinedFiles
 from windrow_sidecar.finetune.data.remote import (
-    Credentials,
     answers_later,
     is_of_client,
     lacks_credentials,
+    open_file_system,
     remedy_of,
     storage_options,
 )
@@ -93,7 +91,7 @@ def open_folder(job: JobSpec) -> JobFolder:
         job.access.check_bucket(job.output_credentials.secret, "spec.output.secretRef")
         if endpoint := storage_options(url, job.output_credentials).get("endpoint_url"):
             job.access.check_endpoint(endpoint, "spec.output.secretRef")
-        system = _file_system(url, job.output_credentials)
+        system = open_file_system(url, job.output_credentials)
         starts_from = _starting_point(job, confined, system)
         return BucketFolder(url, job.uid, job.epoch, system, starts_from=starts_from)
     starts_from = _starting_point(job, confined)
@@ -138,7 +136,7 @@ def open_own_folder(job: JobSpec, parent: int = 0, *, fresh: bool = False) -> Jo
         folder.place = str(job.destination)
         return folder
     url = path_of(place)
-    system = _file_system(url, job.output_credentials)
+    system = open_file_system(url, job.output_credentials)
     own = OwnBucketFolder(url, job.uid, system, job.destination.resolve(), parent, fresh=fresh)
     own.starts_from = _starting_point(job, None, system)
     return own
@@ -484,25 +482,3 @@ def _read(folder: Path, job_uid: str) -> Checkpoint:
         return read_checkpoint(folder, job_uid)
     except UNREADABLE as error:
         raise ValueError(f"it lacks {error}" if isinstance(error, KeyError) else error) from error
-
-
-def _file_system(url: str, credentials: Credentials) -> Any:  # noqa: ANN401 - fsspec's
-    import fsspec
-
-    scheme = urlsplit(url).scheme
-    try:
-        return fsspec.filesystem(
-            scheme,
-            # Fences and checkpoints of other workers must be seen at once; secrets are not kept.
-            use_listings_cache=False,
-            skip_instance_cache=True,
-            **storage_options(url, credentials),
-        )
-    except ImportError as error:
-        raise UserError(
-            f"{url}: this worker has no client for {scheme}:// ({error})",
-            field=_FIELD,
-            remedy="Where the worker runs (on a cluster the sidecar's image): "
-            f"{install_client(scheme)}, or name a path.",
-            reason=Reason.OUTPUT_NOT_WRITABLE,
-        ) from error

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from windrow.adapter_files import CONFIG_FILE, digest_of_folder
 from windrow.conditions import Reason
 from windrow.errors import Transient
 from windrow.eventlog import EventLog, LossEvent, TaskletEvent
 from windrow.protocol import JobProgress, WorkerEvent
-from windrow_sidecar.finetune.adapter.adapters import CONFIG_FILE, save_adapter
+from windrow_sidecar.finetune.adapter.adapters import save_adapter
 from windrow_sidecar.finetune.engine.stages import EvaluationDone, JobStage, Outcome
 from windrow_sidecar.finetune.job.assembly import TrainingSession
 from windrow_sidecar.finetune.job.hub import HubRepository
@@ -285,7 +286,8 @@ class Ledger:
             base_eval_loss=at.base_eval_loss,
             tuned_eval_loss=self._tuned_loss,
         )
-        kept = self._write_adapter(done)
+        kept, digest = self._write_adapter(done)
+        done = replace(done, adapter_digest=digest)
         if self._forgets:
             try:
                 # In this order: who finds neither checkpoint nor note would start over.
@@ -307,22 +309,25 @@ class Ledger:
                 Reason.COMPLETED,
                 "; ".join(filter(None, (done.detail, note))),
                 adapter_path=self._folder.place,
+                adapter_digest=done.adapter_digest,
                 base_eval_loss=done.base_eval_loss,
                 tuned_eval_loss=done.tuned_eval_loss,
             )
         )
 
-    def _write_adapter(self, done: Completion) -> str:
-        """Write adapter and card to their places; return what to say of the Hub."""
+    def _write_adapter(self, done: Completion) -> tuple[str, str]:
+        """Write adapter and card to their places; return what to say of the Hub, and the digest."""
         session = self._session
         card = model_card(session.job.name, session.job.spec, session.rows, done)
+        digests: list[str] = []
 
         def fill(folder: Path) -> None:
             save_adapter(session.model, folder)
             (folder / CARD_FILE).write_text(card, encoding="utf-8")
+            digests.append(digest_of_folder(folder))
 
         self._folder.put_adapter(fill, last=CONFIG_FILE)
-        return self._hub.push(fill) if self._hub is not None else ""
+        return self._hub.push(fill) if self._hub is not None else "", digests[0]
 
     def _not_saved(self, step: int, error: OSError) -> None:
         """Tell of the first checkpoint that could not be written since one that was."""

@@ -108,6 +108,7 @@ class Completion:
     loss: float | None = None
     base_eval_loss: float | None = None
     tuned_eval_loss: float | None = None
+    adapter_digest: str = ""  # see `windrow.adapter_files`; empty: of an older worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,110 @@
+"""Bring finished adapters to where the pod's servers load them from, as the operator asks.
+
+Each copy is made by a process (`windrow_sidecar.finetune.arrival`) that yields to decode in
+everything and ends with the agent. One runs at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+from windrow.proto import attach_pb2
+from windrow_sidecar.agent.settings import AgentSettings
+from windrow_sidecar.agent.worker_process import access_document
+
+_log = logging.getLogger(__name__)
+
+_MODULE = "windrow_sidecar.finetune.arrival"
+_ENDS_WITHIN_S = 1800.0
+_MOST_ANSWER_BYTES = 64 * 1024
+# A native client would pass by the guard of the network.
+_ENVIRONMENT = {"HF_HUB_DISABLE_XET": "1"}
+
+
+class AdapterStore:
+    """Carries out orders to store adapters, one after the other.
+
+    Args:
+        settings: of the agent.
+        told: takes what became of each order.
+    """
+
+    def __init__(
+        self, settings: AgentSettings, told: Callable[[attach_pb2.AdapterStored], None]
+    ) -> None:
+        self._settings, self._told = settings, told
+        self._turn = asyncio.Lock()
+        self._waiting: set[str] = set()  # digests
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def store(self, order: attach_pb2.StoreAdapter) -> None:
+        """Have an adapter stored, and tell what became of it; the same order twice is one."""
+        if order.digest in self._waiting:
+            return
+        self._waiting.add(order.digest)
+        try:
+            async with self._turn:
+                error = await self._run(order)
+        finally:
+            self._waiting.discard(order.digest)
+        if error:
+            _log.warning("the adapter of job %s is not stored: %s", order.job_uid, error)
+        self._told(
+            attach_pb2.AdapterStored(job_uid=order.job_uid, digest=order.digest, error=error)
+        )
+
+    async def close(self) -> None:
+        """End the process that runs, if any; its draft goes with the next order."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+    async def _run(self, order: attach_pb2.StoreAdapter) -> str:
+        """Return why the adapter is not stored; "": it is."""
+        python = sys.executable
+        self._process = process = await asyncio.create_subprocess_exec(
+            *(python, "-m", "windrow_sidecar.agent.spawn", str(os.getpid()), "--"),
+            *(python, "-m", _MODULE),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | _ENVIRONMENT,
+        )
+        line = json.dumps(_document(self._settings, order)) + "\n"
+        try:
+            async with asyncio.timeout(_ENDS_WITHIN_S):
+                said, _ = await process.communicate(line.encode())
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            return f"it was not copied within {_ENDS_WITHIN_S:.0f} s"
+        try:
+            answer = json.loads(said[:_MOST_ANSWER_BYTES])
+        except ValueError:
+            code = process.returncode or 0
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            return f"the process that copies it ended with {how}; see the sidecar's log"
+        if "error" not in answer:
+            return ""
+        return " ".join(filter(None, (f"{answer['error']}.", answer.get("remedy"))))
+
+
+def _document(settings: AgentSettings, order: attach_pb2.StoreAdapter) -> dict[str, object]:
+    return {
+        "source": order.source,
+        "digest": order.digest,
+        "cache": order.cache,
+        "cacheBytes": order.cache_bytes,
+        "keep": list(order.keep),
+        "trees": list(order.outputs.trees),
+        "mounts": list(order.outputs.mounts),
+        "access": access_document(settings, order.access),
+        "secret": dict(order.secret),
+    }

@@ -1,0 +1,1 @@
+"""Bring finished adapters to where servers of the pod load them from."""

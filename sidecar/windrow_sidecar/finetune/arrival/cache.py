@@ -1,0 +1,206 @@
+"""Keep copies of adapters in a folder that servers load from, each under its digest.
+
+A copy is made in a draft and renamed when it is whole and has the digest that was asked for, so a
+server sees all of it or nothing. Copies that nobody uses go when another one needs their room, the
+one that was asked for longest ago first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Final, Protocol
+
+from windrow.adapter_files import (
+    CONFIG_FILE,
+    SERVED_FILES,
+    WEIGHTS_FILE,
+    digest_of,
+    digest_of_folder,
+    is_digest,
+)
+from windrow.conditions import Reason
+from windrow.errors import UserError
+
+_MOST_CONFIG_BYTES: Final = 2**20
+_MOST_HEADER_BYTES: Final = 100_000_000  # as safetensors has it
+_PIECE_BYTES: Final = 2**20
+_DRAFT: Final = ".draft-"
+# Longer than any copy takes: such a draft is of a process that was killed.
+_STALE_AFTER_S: Final = 3600.0
+
+
+class Source(Protocol):
+    """A folder with an adapter (see `sources.AdapterSource`)."""
+
+    place: str
+
+    def open(self, name: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+        """Yield one of its files, open for reading."""
+
+
+class AdapterCache:
+    """Copies of adapters of one namespace.
+
+    Args:
+        folder: an existing directory that holds nothing else.
+        most_bytes: of all copies together.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        self._folder, self._most_bytes = folder, most_bytes
+
+    def has(self, digest: str) -> bool:
+        """Return whether a whole copy is there; one that was damaged is removed."""
+        copy = self._folder / digest
+        if not copy.is_dir():
+            return False
+        with contextlib.suppress(OSError):
+            if digest_of_folder(copy) == digest:
+                os.utime(copy)  # it is used
+                return True
+        self._remove(copy)
+        return False
+
+    def store(self, source: Source, digest: str, keep: Collection[str]) -> None:
+        """Copy an adapter, unless it is there.
+
+        Args:
+            source: its folder.
+            digest: that its files have to have.
+            keep: digests of copies that stay.
+
+        Raises:
+            UserError: it is not the adapter that was asked for, or too large for the cache.
+            OSError: it cannot be read or written; nothing of it is left.
+        """
+        if not is_digest(digest):
+            raise _refusal(f"{digest!r} is not a digest of an adapter", "Deploy a newer job.")
+        self._remove_stale()
+        if self.has(digest):
+            return
+        with self._draft() as draft:
+            room = self._most_bytes - self._bytes_of(set(keep) - {digest})
+            sums, taken = {}, 0
+            for name in SERVED_FILES:
+                most = min(room - taken, _MOST_CONFIG_BYTES if name == CONFIG_FILE else room)
+                sums[name], size = _copy(source, name, draft / name, most)
+                taken += size
+            if (found := digest_of(sums)) != digest:
+                raise _refusal(
+                    f"the files in {source.place} are not those that the job wrote: their digest "
+                    f"is {found}, not {digest}",
+                    "Put the job's own files back, or run the job again.",
+                )
+            _check_config(draft / CONFIG_FILE, source.place)
+            _check_weights(draft / WEIGHTS_FILE, source.place)
+            self._make_room(taken, {*keep, digest})
+            draft.chmod(0o755)
+            with contextlib.suppress(FileExistsError):
+                # Another pod on the volume may have been first; its copy has the same digest.
+                draft.rename(self._folder / digest)
+
+    @contextmanager
+    def _draft(self) -> Iterator[Path]:
+        draft = self._folder / f"{_DRAFT}{uuid.uuid4().hex}"
+        draft.mkdir()
+        try:
+            yield draft
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def _copies(self) -> list[Path]:
+        """Return all copies, the one that was used longest ago first."""
+        copies = [path for path in self._folder.iterdir() if is_digest(path.name)]
+        return sorted(copies, key=lambda path: path.stat().st_mtime)
+
+    def _bytes_of(self, digests: Collection[str]) -> int:
+        return sum(_size(path) for path in self._copies() if path.name in digests)
+
+    def _make_room(self, n_bytes: int, keep: Collection[str]) -> None:
+        copies = self._copies()
+        used = sum(map(_size, copies))
+        for copy in copies:
+            if used + n_bytes <= self._most_bytes:
+                return
+            if copy.name not in keep:
+                used -= _size(copy)
+                self._remove(copy)
+
+    def _remove(self, copy: Path) -> None:
+        """Remove a copy: under its name at once, so that no server finds a half."""
+        gone = self._folder / f"{_DRAFT}{uuid.uuid4().hex}"
+        with contextlib.suppress(FileNotFoundError):
+            copy.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def _remove_stale(self) -> None:
+        for path in self._folder.glob(f"{_DRAFT}*"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _size(copy: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return sum(file.stat().st_size for file in copy.iterdir())
+    return 0
+
+
+def _copy(source: Source, name: str, target: Path, most_bytes: int) -> tuple[str, int]:
+    """Copy a file of at most so many bytes; return its SHA-256 and size."""
+    import hashlib
+
+    found, size = hashlib.sha256(), 0
+    with source.open(name) as file, target.open("wb") as written:
+        while piece := file.read(_PIECE_BYTES):
+            size += len(piece)
+            if size > most_bytes:
+                raise _refusal(
+                    f"{name} in {source.place} has more than the {max(0, most_bytes)} bytes that "
+                    "the cache has for it beside the versions in use",
+                    "Who keeps the HarvestPolicy raises spec.sidecar.adapterCache.size, or delete "
+                    "jobs whose adapters are not used.",
+                )
+            found.update(piece)
+            written.write(piece)
+        written.flush()
+        os.fsync(written.fileno())
+    target.chmod(0o644)
+    return found.hexdigest(), size
+
+
+def _check_config(path: Path, place: str) -> None:
+    """Refuse a configuration that is none of a LoRA adapter."""
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise _refusal(f"{CONFIG_FILE} in {place} is not of a LoRA adapter", "Run the job again.")
+
+
+def _check_weights(path: Path, place: str) -> None:
+    """Refuse a file whose header is not that of safetensors, or whose tensors are not all there."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length <= min(size - 8, _MOST_HEADER_BYTES) else b""
+    try:
+        tensors = json.loads(header)
+        ends = [tensor["data_offsets"][1] for key, tensor in tensors.items() if key[:2] != "__"]
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError, IndexError):
+        ends = []
+    if not ends or max(ends) != size - 8 - length:
+        raise _refusal(f"{WEIGHTS_FILE} in {place} is not a safetensors file", "Run the job again.")
+
+
+def _refusal(problem: str, remedy: str) -> UserError:
+    return UserError(problem, field="spec.output", remedy=remedy, reason=Reason.NOT_LOADED)
