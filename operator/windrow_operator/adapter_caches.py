@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _ASKED_AGAIN_AFTER_S: Final = 900.0
 
 
-class Sidecar(Protocol):
+class SidecarStream(Protocol):
     """The stream of a pod's sidecar."""
 
     stores_adapters: bool
@@ -46,7 +46,7 @@ class StillFetching(Exception):
 class _Order:
     """An order to a sidecar."""
 
-    sidecar: Sidecar
+    sidecar: SidecarStream
     asked_at_s: float
     answer: str | None = None  # None: none yet; "": the copy is there
 
@@ -61,7 +61,10 @@ class AdapterCaches:
     """
 
     def __init__(
-        self, kube: Kube, sidecar_of: Callable[[str], Sidecar | None], clock: Callable[[], float]
+        self,
+        kube: Kube,
+        sidecar_of: Callable[[str], SidecarStream | None],
+        clock: Callable[[], float],
     ) -> None:
         self._kube, self._sidecar_of, self._clock = kube, sidecar_of, clock
         self._orders: dict[tuple[str, str], _Order] = {}  # by pod UID and digest

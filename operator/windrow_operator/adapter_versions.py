@@ -32,7 +32,7 @@ def trial_name(job: Job) -> str:
 
 
 def digest_of(job: Job) -> str:
-    """Return the digest of the job's adapter; "": an older worker has told none."""
+    """Return the digest of the job's adapter; "": an older worker reports none."""
     return str((job.status.get("adapter") or {}).get("digest") or "")
 
 

@@ -24,7 +24,7 @@ from windrow.crd.servable import unservable
 from windrow.errors import UserError
 from windrow.outputs import is_bucket
 from windrow_operator import status, tenancy
-from windrow_operator.adapter_caches import AdapterCaches, Sidecar, StillFetching
+from windrow_operator.adapter_caches import AdapterCaches, SidecarStream, StillFetching
 from windrow_operator.adapter_versions import (
     cache_of,
     digest_of,
@@ -68,7 +68,7 @@ class Deployments:
         kube: Kube,
         recorder: Recorder,
         clock: Callable[[], datetime],
-        sidecar_of: Callable[[str], Sidecar | None] = lambda pod_uid: None,
+        sidecar_of: Callable[[str], SidecarStream | None] = lambda pod_uid: None,
     ) -> None:
         self._cluster, self._kube, self._recorder, self._clock = cluster, kube, recorder, clock
         self.caches = AdapterCaches(kube, sidecar_of, time.monotonic)

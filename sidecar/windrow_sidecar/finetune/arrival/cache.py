@@ -37,7 +37,7 @@ _DRAFT: Final = ".draft-"
 _STALE_AFTER_S: Final = 3600.0
 
 
-class Source(Protocol):
+class AdapterFiles(Protocol):
     """A folder with an adapter (see `sources.AdapterSource`)."""
 
     place: str
@@ -69,7 +69,7 @@ class AdapterCache:
         self._remove(copy)
         return False
 
-    def store(self, source: Source, digest: str, keep: Collection[str]) -> None:
+    def store(self, source: AdapterFiles, digest: str, keep: Collection[str]) -> None:
         """Copy an adapter, unless it is there.
 
         Args:
@@ -154,7 +154,7 @@ def _size(copy: Path) -> int:
     return 0
 
 
-def _copy(source: Source, name: str, target: Path, most_bytes: int) -> tuple[str, int]:
+def _copy(source: AdapterFiles, name: str, target: Path, most_bytes: int) -> tuple[str, int]:
     """Copy a file of at most so many bytes; return its SHA-256 and size."""
     import hashlib
 
