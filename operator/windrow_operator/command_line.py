@@ -2,21 +2,30 @@
 
 The kubelet expands `$(NAME)` by the container's variables, and a shell `$NAME`, `${NAME}` and
 `${NAME:-default}`. What comes from a Secret, a ConfigMap or the image is not in the pod's spec, so
-a word that needs it stays open.
+a word that needs it stays open. So does one whose expansion has no room: a few variables that name
+each other twice would fill any memory. Whoever creates a pod chooses all of this, so reading it
+takes a time that grows with its length alone, and what no kernel would start is not read.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
+
+from windrow_operator.shell_words import SEPARATORS, shell_words
 
 Body = Mapping[str, Any]
 
 _SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh"})
-_SEPARATORS = ";&|"
+# Characters of a container's command and arguments, far more than people write.
+_MOST_READ: Final = 64 << 10
+# Linux starts no program with more arguments and variables than a quarter of a stack of 8 MiB.
+_MOST_EXPANDED: Final = 2 << 20
+_REMEMBERED: Final = 128
 _KUBELET = re.compile(r"\$\$|\$\(([A-Za-z_.-][A-Za-z0-9_.-]*)\)")
 _SHELL = re.compile(
     r"\$(?:\{(?P<braced>[A-Za-z_][A-Za-z0-9_]*)(?::?[-=](?P<default>[^{}]*))?\}"
@@ -30,23 +39,70 @@ _ALL_OF = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\[[@*]\]\}")
 _COMMENT = re.compile(r"(?m)(^|\s)#.*$")
 
 
+class _NoRoom(Exception):
+    """An expansion is longer than what a program can be started with."""
+
+
+class _Room:
+    """Room for what the variables of one container become."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_EXPANDED
+
+    def take(self, characters: int) -> None:
+        """Raise _NoRoom where so many characters do not fit any more."""
+        if characters > self._left:
+            raise _NoRoom
+        self._left -= characters
+
+    def filled(
+        self, names: re.Pattern[str], text: str, value: Callable[[re.Match[str]], str]
+    ) -> str:
+        """Return `text` with the value of each name in it; as it is written where that is long."""
+        if "$" not in text:
+            return text
+
+        def put(found: re.Match[str]) -> str:
+            word = value(found)
+            self.take(len(word))
+            return word
+
+        try:
+            return names.sub(put, text)
+        except _NoRoom:
+            return text
+
+
 def variables_of(container: Body) -> dict[str, str]:
     """Return the variables of a container whose values its spec holds, expanded."""
+    return _known(_entries_of(container), _Room())
+
+
+def _entries_of(container: Body) -> tuple[tuple[str, str | None], ...]:
+    """Return name and value of each variable; None: its value comes from elsewhere."""
+    return tuple(
+        (entry["name"], None if entry.get("valueFrom") else str(entry.get("value") or ""))
+        for entry in container.get("env") or ()
+    )
+
+
+def _known(entries: Iterable[tuple[str, str | None]], room: _Room) -> dict[str, str]:
     known: dict[str, str] = {}
-    for entry in container.get("env") or ():
-        if entry.get("valueFrom"):
-            known.pop(entry["name"], None)
+    for name, value in entries:
+        if value is None:
+            known.pop(name, None)
         else:
-            known[entry["name"]] = expanded(str(entry.get("value") or ""), known)
+            known[name] = expanded(value, known, room)
     return known
 
 
-def expanded(text: str, known: Mapping[str, str]) -> str:
+def expanded(text: str, known: Mapping[str, str], room: _Room | None = None) -> str:
     """Return `text` with each `$(NAME)` that is known; `$$` is a dollar sign."""
-    return _KUBELET.sub(
-        lambda found: known.get(found[1], found[0]) if found[1] else "$",
-        text,
-    )
+
+    def value(found: re.Match[str]) -> str:
+        return known.get(found[1], found[0]) if found[1] else "$"
+
+    return (room or _Room()).filled(_KUBELET, text, value)
 
 
 def is_open(text: str) -> bool:
@@ -55,18 +111,37 @@ def is_open(text: str) -> bool:
 
 
 def commands_of(container: Body) -> list[list[str]]:
-    """Return the commands that a container runs, each as its words; of a shell line all of them."""
-    known = variables_of(container)
-    words = [
-        expanded(str(word), known)
-        for word in (*(container.get("command") or ()), *(container.get("args") or ()))
-    ]
+    """Return the commands that a container runs, each as its words; of a shell line all of them.
+
+    The lists are shared by all who ask about the same container. What is behind the first 64 KiB
+    is not read.
+    """
+    words = (*(container.get("command") or ()), *(container.get("args") or ()))
+    return _commands_of(tuple(_read(map(str, words))), _entries_of(container))
+
+
+def _read(words: Iterable[str]) -> Iterator[str]:
+    left = _MOST_READ
+    for word in words:
+        if left <= 0:
+            return
+        yield word[:left]
+        left -= len(word) + 1
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _commands_of(
+    written: tuple[str, ...], entries: tuple[tuple[str, str | None], ...]
+) -> list[list[str]]:
+    room = _Room()
+    known = _known(entries, room)
+    words = [expanded(word, known, room) for word in written]
     script = _script_at(words)
     commands: list[list[str]] = [[]]
     for place, word in enumerate(words):
         before = words[place - 1] if place else ""
         if place == script or (_reads_like_a_line(word) and not before.startswith("--")):
-            commands += _of_shell(word, known)
+            commands += _of_shell(word, known, room)
         else:
             commands[-1].append(word)
     return [command for command in commands if command]
@@ -91,38 +166,45 @@ def _reads_like_a_line(word: str) -> bool:
     return any(space in word for space in (" -", "\n")) and word.lstrip()[:1] not in ("{", "[")
 
 
-def _of_shell(script: str, known: Mapping[str, str]) -> list[list[str]]:
+def _of_shell(script: str, known: dict[str, str], room: _Room) -> list[list[str]]:
     text = _COMMENT.sub(r"\1", script.replace("\\\n", " ")).replace("\n", " ; ")
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=_SEPARATORS)
-    lexer.whitespace_split = True
-    lexer.commenters = ""
     try:
-        tokens = list(lexer)
+        tokens = shell_words(text, separates=True)
     except ValueError:  # a quote without its end: only the shell knows
         tokens = text.split()
-    own, commands = dict(known), [list[str]()]
+    own: MutableMapping[str, str] = ChainMap({}, known)
+    commands = [list[str]()]
     arrays: dict[str, list[str]] = {}
     filled: list[str] | None = None  # the array of which the next word is an element
     for token in tokens:
-        if token and not token.strip(_SEPARATORS):
+        if token and not token.strip(SEPARATORS):
             commands.append([])
             continue
-        begun = _ARRAY.fullmatch(token) if filled is None else None
+        begun = _ARRAY.fullmatch(token) if filled is None and "=(" in token else None
         if begun:
             filled = arrays[begun[1]] = arrays.get(begun[1], []) if begun[2] else []
             token = begun[3]
         if filled is not None:
-            words = _by_shell(token.removesuffix(")"), own)
+            words = _by_shell(token.removesuffix(")"), own, room)
             filled += [words] if words else []
             filled = None if token.endswith(")") else filled
-        elif named := _ALL_OF.fullmatch(token):
-            commands[-1] += arrays.get(named[1], [token])
+        elif "$" in token and (named := _ALL_OF.fullmatch(token)):
+            commands[-1] += _all_of(arrays.get(named[1], [token]), room) or [token]
         else:
-            word = _by_shell(token, own)
-            if (given := _ASSIGNMENT.fullmatch(word)) and not word.startswith("-"):
+            word = _by_shell(token, own, room)
+            if "=" in word and word[0] != "-" and (given := _ASSIGNMENT.fullmatch(word)):
                 own[given[1]] = given[2]
             commands[-1] += _split(token, word)
     return commands
+
+
+def _all_of(array: list[str], room: _Room) -> list[str]:
+    """Return the elements of an array; none where they have no room."""
+    try:
+        room.take(len(array))
+    except _NoRoom:
+        return []
+    return array
 
 
 def _split(token: str, word: str) -> list[str]:
@@ -133,17 +215,17 @@ def _split(token: str, word: str) -> list[str]:
     if not _SHELL.fullmatch(token) or not word.lstrip().startswith("-"):
         return [word]
     try:
-        return shlex.split(word)
+        return shell_words(word)
     except ValueError:
         return word.split()
 
 
-def _by_shell(token: str, known: Mapping[str, str]) -> str:
+def _by_shell(token: str, known: Mapping[str, str], room: _Room) -> str:
     def value(found: re.Match[str]) -> str:
         default = found["default"]
         return known.get(found["braced"] or found["bare"], found[0] if default is None else default)
 
-    return _SHELL.sub(value, token)
+    return room.filled(_SHELL, token, value)
 
 
 def option_of(container: Body, *names: str) -> str:

@@ -6,6 +6,7 @@ import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -144,6 +145,7 @@ _ENGINES = {
     "fastdeploy": "fastdeploy",
     "mocker": "mocker",
 }
+_NAMES_ENGINE = re.compile("|".join(map(re.escape, _ENGINES)))
 _IN_IMAGES = {
     "sglang": SGLANG,
     "vllm": "vllm",
@@ -258,13 +260,18 @@ def other_engine(container: Mapping[str, Any]) -> str:
 
 
 def _started(container: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset(
-        engine for command in commands_of(container) for engine in _started_by(command)
-    )
+    return _started_by_any(tuple(map(tuple, commands_of(container))))
+
+
+@lru_cache(maxsize=128)
+def _started_by_any(commands: tuple[tuple[str, ...], ...]) -> frozenset[str]:
+    return frozenset(engine for command in commands for engine in _started_by(command))
 
 
 def _started_by(command: Sequence[str]) -> frozenset[str]:
     """Return the engine that a command starts: what follows its name is its own, a model's path."""
+    if not _NAMES_ENGINE.search("\n".join(command)):
+        return frozenset()
     words = [word for word in command if "=" not in word or word.startswith("-")]
     if not words or words[0].rpartition("/")[2] in _NO_STARTERS:
         return frozenset()
