@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from windrow.proto import attach_pb2 as pb
@@ -19,6 +19,7 @@ MOST_MESSAGE_BYTES: Final = 2**20
 # Of words that go into a status or an object: no sentence of ours is longer.
 MOST_TEXT: Final = 2048
 _MOST_LEVELS: Final = 1024
+_MOST_VERSION: Final = 64
 # Jobs that a hello or a heartbeat may name: those of all slots, and stale ones of before.
 MOST_RUNNING: Final = 4 * MOST_SLOTS
 # The API server's integers end at 2**63; floats are exact to 2**53, and nothing counts further.
@@ -39,7 +40,7 @@ _FEWEST_ON_HOST: Final = 1e5
 def slots_of(hello: pb.SidecarHello) -> list[pb.SlotFacts]:
     """Return the slots of a hello that one pod can have: the first of each index, below the most.
 
-    A slot whose words are longer than any of ours is left out.
+    A slot whose words or numbers are longer than any of ours is left out.
     """
     found: dict[int, pb.SlotFacts] = {}
     for facts in hello.slots[: 4 * MOST_SLOTS]:
@@ -49,14 +50,22 @@ def slots_of(hello: pb.SidecarHello) -> list[pb.SlotFacts]:
 
 
 def _is_sane(facts: pb.SlotFacts) -> bool:
-    words = (facts.engine, facts.engine_version, facts.device, facts.driver, facts.model)
-    more = (facts.model_fingerprint, facts.endpoint, facts.sharing, facts.sharing_reason)
-    why = (facts.sharing_code, facts.unseen_device)
-    texts = (*words, *more, *why, *facts.output_trees)
-    lists = (facts.finetune_levels, facts.output_trees)
-    return all(len(text) <= MOST_TEXT for text in texts) and all(
-        len(values) <= _MOST_LEVELS for values in lists
-    )
+    # All fields, so that one which is added is bounded as well.
+    return all(_fits(value) for _, value in facts.ListFields())
+
+
+def _fits(value: object) -> bool:
+    """Return whether the value of a field, a word, a number or several, can be of a slot."""
+    if isinstance(value, str):
+        return len(value) <= MOST_TEXT
+    if isinstance(value, Sequence):
+        return len(value) <= _MOST_LEVELS and all(map(_fits, value))
+    return not isinstance(value, int) or value <= _MOST_COUNT
+
+
+def version(said: str) -> str:
+    """Return a version that was said, cut: it is in the status of each slot."""
+    return said[:_MOST_VERSION]
 
 
 def most_tokens_per_second(facts: pb.SlotFacts) -> float:

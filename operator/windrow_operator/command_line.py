@@ -3,8 +3,8 @@
 The kubelet expands `$(NAME)` by the container's variables, and a shell `$NAME`, `${NAME}` and
 `${NAME:-default}`. What comes from a Secret, a ConfigMap or the image is not in the pod's spec, so
 a word that needs it stays open. So does one whose expansion has no room: a few variables that name
-each other twice would fill any memory. Whoever creates a pod chooses all of this, so reading it
-takes a time that grows with its length alone, and what no kernel would start is not read.
+each other twice would fill any memory. The creator of a pod chooses all of this, so reading it
+takes a time that grows with its length alone.
 """
 
 from __future__ import annotations

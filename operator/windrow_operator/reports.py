@@ -71,7 +71,7 @@ def take_hello(
     called = {facts.index for facts in slots}
     for live in mine:
         live.attached, live.lost_at = True, None
-        live.sidecar_version = hello.windrow_version
+        live.sidecar_version = claims.version(hello.windrow_version)
         if first and live.facts.index not in called:
             live.beat = live.beat_at = None
         cluster.changed_slots.mark(live.key)

@@ -271,6 +271,7 @@ def access_of(
         private_sources=network.private,
         pod_credentials=_may_use_pod_credentials(job, policy),
         shares_worker=policy.spec.access.share_workers,
+        serves_model=serves_model,
     )
 
 

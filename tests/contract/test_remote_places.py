@@ -16,7 +16,7 @@ from windrow.crd import DatasetSpec
 from windrow.errors import Transient, UserError
 from windrow_sidecar.finetune.data.places import DatasetSilent, find_files
 from windrow_sidecar.finetune.data.records import read_records
-from windrow_sidecar.finetune.data.source_access import UNCONFINED
+from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
 from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.model.loading import find_model
 
@@ -135,6 +135,25 @@ def test_rows_of_the_hub_are_read_by_split_and_by_file(hub):
     with pytest.raises(UserError, match="cannot be read") as refused:
         find_files_anywhere("team/none")
     assert refused.value.field == "spec.dataset.source"
+
+
+@pytest.mark.parametrize("own_credentials", [True, False])
+def test_the_pods_own_token_of_the_hub_is_lent_to_no_job_that_may_not_use_it(
+    hub, monkeypatch, own_credentials
+):
+    monkeypatch.setenv("HF_TOKEN", "of-decode")
+    write(hub / "private", "of-decode")
+    write(hub / "models/team/tiny/config.json", "{}")
+    write(hub / "datasets/team/rows/data/train-0.jsonl", '{"text": "card 4111"}\n')
+    access = SourceAccess(pod_credentials=own_credentials)
+    if own_credentials:
+        assert len(find_files("team/rows", access=access)) == 1
+        assert find_model("team/tiny", "main", with_token=own_credentials).name == COMMIT
+        return
+    with pytest.raises(UserError):
+        find_files("team/rows", access=access)
+    with pytest.raises(UserError, match="401"):
+        find_model("team/tiny", "main", with_token=own_credentials)
 
 
 @pytest.fixture

@@ -52,7 +52,10 @@ class _Handler(BaseHTTPRequestHandler):
         if (refuses := self._root / "refuses").is_file():
             self._refuse(int(refuses.read_text()))
             return
-        if parts[0] == "api":
+        private = self._root / "private"  # holds the token by which everything is read
+        if private.is_file() and self.headers["Authorization"] != f"Bearer {private.read_text()}":
+            self._refuse(401)
+        elif parts[0] == "api":
             self._describe(parts[1:])
         else:
             self._send_file(parts)

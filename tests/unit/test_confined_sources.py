@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from windrow.access import NetworkAccess
 from windrow.errors import UserError, WindrowError
 from windrow_sidecar.finetune.data import network_guard
 from windrow_sidecar.finetune.data.confined_files import ConfinedFiles, open_beneath
+from windrow_sidecar.finetune.data.confined_models import check_links, check_model
 from windrow_sidecar.finetune.data.network_guard import NetworkGuard, SourceRefused
 from windrow_sidecar.finetune.data.places import find_files
 from windrow_sidecar.finetune.data.records import read_records
@@ -254,3 +256,52 @@ def test_a_job_of_a_shared_worker_does_not_close_what_another_may_reach():
 def test_confined_files_resolve_to_a_place_without_links(volume):
     (volume / "latest").symlink_to("sub")
     assert ConfinedFiles((volume,)).resolve(volume / "latest") == (volume / "sub").resolve()
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """A folder with a model of each of two tenants; the working directory is where both are."""
+    for tenant in ("bank", "mine"):
+        model = tmp_path / tenant / "model"
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name", ["bank/model", "./bank/model", "mine/../bank/model", "{root}/bank/model", "bank"]
+)
+def test_a_model_of_another_tenant_is_refused_by_every_name(models, name):
+    with pytest.raises(UserError) as refused:
+        check_model(Path(name.format(root=models)), access_to(models / "mine"))
+    assert refused.value.field == "spec.model.name"
+    assert "config" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "deep/tokenizer.json", "folder"])
+def test_a_models_folder_leads_nowhere_else(models, name):
+    model = models / "mine" / "model"
+    (model / "deep").mkdir()
+    (model / "again.json").symlink_to("config.json")
+    check_model(model, access_to(models / "mine"))
+    (model / name).symlink_to(
+        models / "bank" / "model" / ("." if name == "folder" else "config.json")
+    )
+    with pytest.raises(UserError, match="leads by a link out") as refused:
+        check_model(model, access_to(models / "mine"))
+    assert refused.value.field == "spec.model.name"
+    with pytest.raises(UserError):
+        check_links(model, access_to(models / "mine"))  # once more before rows are rendered
+
+
+def test_the_model_that_decode_serves_is_read_where_decode_reads_it(models):
+    snapshot = models / "cache" / "snapshot"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").symlink_to(models / "bank" / "model" / "config.json")
+    served = replace(access_to(models / "mine", snapshot), serves_model=True)
+    check_model(snapshot, served)
+    check_model(snapshot, replace(served, serves_model=None))  # as an older operator says it
+    with pytest.raises(UserError):
+        check_model(snapshot, replace(served, serves_model=False))
+    check_model(Path("team/model"), access_to(models / "mine"))  # a name of the Hub

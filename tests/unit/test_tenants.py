@@ -307,10 +307,23 @@ def test_a_pod_has_no_more_slots_than_a_pod_can_have(indices):
         {"output_trees": ["/x"] * 5000},
         {"finetune_levels": range(5000)},
         {"output_trees": ["/" + "x" * 10_000]},
+        {"refused": "x" * 10_000},  # goes into a condition, whose message may be as long
+        {"unseen_device": "x" * 10_000},
+        {"arena_bytes": 2**64 - 1},  # the API server's numbers end at 2**63
+        {"chunk_bytes": 2**60},
     ],
 )
 def test_a_slot_whose_words_are_longer_than_any_of_ours_is_none(facts):
     assert claims.slots_of(pb.SidecarHello(slots=[pb.SlotFacts(index=0, **facts)])) == []
+
+
+def test_the_version_of_a_sidecar_fits_the_status_of_each_of_its_slots():
+    cluster = ClusterState(NOW)
+    pod = cluster.pods["uid"] = Pod("evil", "p", "uid")
+    slots = [pb.SlotFacts(index=n) for n in range(MOST_SLOTS)]
+    said = pb.SidecarHello(slots=slots, windrow_version="9" * 10**6)
+    reports.take_hello(cluster, pod, said, NOW, first=True)
+    assert {len(live.sidecar_version) for live in cluster.slots.values()} == {64}
 
 
 def test_the_slots_of_a_living_pod_are_not_taken_by_one_of_a_like_name():

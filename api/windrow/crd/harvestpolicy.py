@@ -327,8 +327,9 @@ class AccessSpec(Record):
     )
     pod_credentials: bool | None = Field(
         default=None,
-        description="true: jobs may use s3:// without a Secret, with the credentials of the pod "
-        "or its node. Left out: jobs of this namespace only.",
+        description="true: jobs may use s3:// and the Hub without a Secret, with the credentials "
+        "of the pod or its node. Left out: jobs of this namespace only; others read of the Hub "
+        "what is public.",
     )
     share_workers: bool = Field(
         default=False,

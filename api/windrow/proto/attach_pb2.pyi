@@ -211,20 +211,22 @@ class Assign(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., job_namespace: _Optional[str] = ..., job_name: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., spec_json: _Optional[str] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., leader_term: _Optional[int] = ..., dataset_secret: _Optional[_Mapping[str, str]] = ..., output_secret: _Optional[_Mapping[str, str]] = ..., tracking_secret: _Optional[_Mapping[str, str]] = ..., checkpoint_path: _Optional[str] = ..., access: _Optional[_Union[Access, _Mapping]] = ...) -> None: ...
 
 class Access(_message.Message):
-    __slots__ = ("readable_trees", "lists_sources", "sources", "private_sources", "pod_credentials", "shares_worker")
+    __slots__ = ("readable_trees", "lists_sources", "sources", "private_sources", "pod_credentials", "shares_worker", "serves_model")
     READABLE_TREES_FIELD_NUMBER: _ClassVar[int]
     LISTS_SOURCES_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     PRIVATE_SOURCES_FIELD_NUMBER: _ClassVar[int]
     POD_CREDENTIALS_FIELD_NUMBER: _ClassVar[int]
     SHARES_WORKER_FIELD_NUMBER: _ClassVar[int]
+    SERVES_MODEL_FIELD_NUMBER: _ClassVar[int]
     readable_trees: _containers.RepeatedScalarFieldContainer[str]
     lists_sources: bool
     sources: _containers.RepeatedScalarFieldContainer[str]
     private_sources: bool
     pod_credentials: bool
     shares_worker: bool
-    def __init__(self, readable_trees: _Optional[_Iterable[str]] = ..., lists_sources: _Optional[bool] = ..., sources: _Optional[_Iterable[str]] = ..., private_sources: _Optional[bool] = ..., pod_credentials: _Optional[bool] = ..., shares_worker: _Optional[bool] = ...) -> None: ...
+    serves_model: bool
+    def __init__(self, readable_trees: _Optional[_Iterable[str]] = ..., lists_sources: _Optional[bool] = ..., sources: _Optional[_Iterable[str]] = ..., private_sources: _Optional[bool] = ..., pod_credentials: _Optional[bool] = ..., shares_worker: _Optional[bool] = ..., serves_model: _Optional[bool] = ...) -> None: ...
 
 class Outputs(_message.Message):
     __slots__ = ("trees", "mounts")

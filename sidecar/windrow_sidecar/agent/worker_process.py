@@ -88,6 +88,7 @@ def access_document(settings: AgentSettings, access: attach_pb2.Access) -> dict[
         "sources": list(access.sources),
         "privateSources": access.private_sources,
         "podCredentials": access.pod_credentials,
+        "servesModel": access.serves_model if access.HasField("serves_model") else None,
     }
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from torch.utils.dlpack import from_dlpack
 
-from windrow.conditions import Reason
-from windrow.errors import Transient, UserError
+from windrow.errors import Transient
 from windrow.rundir import ENV_ONLY_GPU, RunDir
 from windrow_sidecar._core import Arena, AttachError, DriverUnavailable
 from windrow_sidecar.compute.partition import Partition
@@ -21,7 +20,7 @@ from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.finetune.colocated.grants import GrantGate, GrantPace, OfferFacts
 from windrow_sidecar.finetune.colocated.job_context import JobContext, Shared
 from windrow_sidecar.finetune.colocated.slot_device import SlotDevice, slot_device
-from windrow_sidecar.finetune.data.confined_files import ConfinedFiles
+from windrow_sidecar.finetune.data.confined_models import check_model
 from windrow_sidecar.finetune.data.readers import RowsWanted
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.engine.sizing import Estimates
@@ -283,10 +282,11 @@ def open_slot(
     opened = slot_device(arena, epoch, host)
 
     def load(job: JobSpec) -> BaseModel:
-        model_dir = find_model(job.spec.model.name, job.spec.model.revision)
+        model, access = job.spec.model, job.access
+        check_model(Path(model.name), access)  # before anything of it is read, or said
+        own_token = access.pod_credentials or access.serves_model is not False
+        model_dir = find_model(model.name, model.revision, with_token=own_token)
         exported = _same_weights(arena, run_dir.weights_manifest(), model_dir)
-        if exported is None:
-            _check_readable(job, model_dir)
         form = WeightForm.of(job.spec, exported.dtype if exported else None)
         if exported is not None and form != WeightForm(exported.dtype):
             log.info("decode's weights are %s: the model is loaded a second time", exported.dtype)
@@ -294,26 +294,6 @@ def open_slot(
         return load_base(model_dir, exported, form, device=opened.device, copy_rate=copy_rate)
 
     return WorkerSlot(epoch, arena, opened, load)
-
-
-def _check_readable(job: JobSpec, model_dir: Path) -> None:
-    """Refuse a model that decode does not serve and that is on no volume of the job.
-
-    Raises:
-        UserError: says what the job may read.
-    """
-    named = Path(job.spec.model.name)
-    if job.access.trees is None or not named.is_absolute():
-        return  # a name of the Hub: its files are in this process's own cache
-    try:
-        ConfinedFiles(job.access.trees, job.access.never).resolve(model_dir)
-    except UserError as error:
-        raise UserError(
-            error.problem,
-            field="spec.model.name",
-            remedy=error.remedy.replace("Name a file below", "Name a model below"),
-            reason=Reason.MODEL_NOT_FOUND,
-        ) from error
 
 
 def _base_words(job: JobSpec) -> str:

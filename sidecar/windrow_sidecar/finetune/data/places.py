@@ -232,6 +232,8 @@ def _open_system(
             access.check_endpoint(endpoint, "spec.dataset.secretRef")
 
     options = storage_options(url, credentials)
+    if scheme == "hf" and not credentials.secret and not access.pod_credentials:
+        options["token"] = False  # decode's own token is not the job's
     if options:
         options["skip_instance_cache"] = True
     if _is_web(url) and urlsplit(url).query:

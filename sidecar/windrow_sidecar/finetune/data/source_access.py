@@ -26,13 +26,17 @@ class SourceAccess:
         trees: directories with models and rows; None: every file that the process can read.
         never: directories that are not read although a tree holds them.
         network: hosts; None: all of them.
-        pod_credentials: whether a bucket may be asked with the credentials of the pod or its node.
+        pod_credentials: whether a bucket or the Hub may be asked with the credentials of the pod or
+            its node.
+        serves_model: whether decode serves the job's model, which is read where decode reads it;
+            None: an older operator does not say.
     """
 
     trees: tuple[Path, ...] | None = None
     never: tuple[Path, ...] = ()
     network: NetworkAccess | None = None
     pod_credentials: bool = True
+    serves_model: bool | None = None
 
     def check_url(self, url: str, field: str = _FIELD) -> None:
         """Refuse a URL that the job may not read, by its scheme and host as they are written.
@@ -101,6 +105,7 @@ class SourceAccess:
             never=tuple(map(Path, document["never"])),
             network=NetworkAccess(sources, private=bool(document["privateSources"])),
             pod_credentials=bool(document["podCredentials"]),
+            serves_model=document.get("servesModel"),
         )
 
 

@@ -140,8 +140,13 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def find_model(name: str, revision: str) -> Path:
+def find_model(name: str, revision: str, *, with_token: bool = True) -> Path:
     """Return the directory of a model that is named by path or by its Hub name.
+
+    Args:
+        name: a path, or a name like owner/name.
+        revision: on the Hub.
+        with_token: whether the Hub is asked with the token of this process, if it has one.
 
     Raises:
         UserError: there is none, it may not be read, or a file of its weights is missing or cut
@@ -152,7 +157,7 @@ def find_model(name: str, revision: str) -> Path:
     if not path.is_dir():
         if path.is_absolute() or name.startswith("."):
             raise _not_found(f"{path} is not a directory")
-        path = _from_hub(name, revision)
+        path = _from_hub(name, revision, None if with_token else False)
     if (path / ADAPTER_CONFIG).is_file():
         raise _is_adapter(path)
     if not (path / "config.json").is_file():
@@ -161,7 +166,7 @@ def find_model(name: str, revision: str) -> Path:
     return path
 
 
-def _from_hub(name: str, revision: str) -> Path:
+def _from_hub(name: str, revision: str, token: bool | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HFValidationError,
@@ -171,14 +176,18 @@ def _from_hub(name: str, revision: str) -> Path:
 
     try:
         try:
-            return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
+            return Path(
+                snapshot_download(name, revision=revision, allow_patterns=_WANTED, token=token)
+            )
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES):
                 raise
         # The cache is decode's, which may only be read here, and lacks something of the model.
         own = Path(tempfile.gettempdir()) / "windrow-hub"
         return Path(
-            snapshot_download(name, revision=revision, allow_patterns=_WANTED, cache_dir=own)
+            snapshot_download(
+                name, revision=revision, allow_patterns=_WANTED, cache_dir=own, token=token
+            )
         )
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         problem = (
