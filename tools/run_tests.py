@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -138,13 +139,23 @@ PASSES = {
 
 @dataclass(frozen=True)
 class Ran:
-    """Result of a pass."""
+    """Result of a pass.
+
+    Attributes:
+        name: of the pass.
+        code: exit code of pytest.
+        seconds: that it took.
+        cpu_seconds: of CPU time that it and the processes which it has reaped used.
+        counts: tests by outcome.
+        red: names of what failed, as pytest takes them.
+    """
 
     name: str
     code: int
     seconds: float
+    cpu_seconds: float
     counts: Counter[str]
-    red: list[str]  # names of what failed, as pytest takes them
+    red: list[str]
 
 
 def run(passes: Sequence[Pass], *options: str) -> int:
@@ -168,7 +179,7 @@ def run(passes: Sequence[Pass], *options: str) -> int:
 
 
 def _run(this: Pass, options: Sequence[str]) -> tuple[Ran, bool]:
-    begun, interrupted = time.monotonic(), False
+    begun, cpu_begun, interrupted = time.monotonic(), _cpu_of_children_s(), False
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", *this.arguments, *options]
@@ -183,7 +194,13 @@ def _run(this: Pass, options: Sequence[str]) -> tuple[Ran, bool]:
         if code and not red and not interrupted:
             counts["error"] += 1
             red = [f"pytest itself ended with exit code {code}"]
-        return Ran(this.name, code, time.monotonic() - begun, counts, red), interrupted
+        seconds, cpu_seconds = time.monotonic() - begun, _cpu_of_children_s() - cpu_begun
+        return Ran(this.name, code, seconds, cpu_seconds, counts, red), interrupted
+
+
+def _cpu_of_children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _read(report: Path) -> tuple[Counter[str], list[str]]:
@@ -209,7 +226,10 @@ def _summary(ran: Sequence[Ran], seconds: float) -> Iterator[str]:
         for name in one.red:
             yield f"FAILED {name} ({one.name})"
     for one in ran:
-        yield f"{one.name:<28}{_counted(one.counts)} in {one.seconds:.1f}s"
+        yield (
+            f"{one.name:<28}{_counted(one.counts)} in {one.seconds:.1f}s, "
+            f"{one.cpu_seconds:.0f}s of CPU"
+        )
     total = sum((one.counts for one in ran), Counter[str]())
     yield f"{f' {_counted(total)} in {seconds:.2f}s ':=^{WIDTH}}"
 
