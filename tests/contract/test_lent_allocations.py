@@ -44,14 +44,23 @@ class HoldsMemory:
         self._allocator = allocator
         self.state = allocator.allocate(6 * MIB)
         self.activations = 0
+        self.graphs = 0
         self.log: list[str] = []
         self.other = allocator.allocate(100)  # buffers of the model
         self.movable = True
         self.device = torch.device("cpu")
         self.tokens_to_begin = 0
 
-    def begin(self, n_bytes: int) -> None:
+    def begin(self, n_bytes: int, graph_bytes: int = 0) -> None:
         self.activations = self._allocator.allocate(n_bytes)
+        if graph_bytes:
+            self.graphs = self._allocator.allocate(graph_bytes)
+
+    def forget(self) -> None:
+        if self.graphs:
+            self.log.append("forget")
+            self._allocator.free(self.graphs)
+            self.graphs = 0
 
     def spill(self, room_bytes: int) -> None:
         del room_bytes
@@ -95,6 +104,7 @@ class HoldsMemory:
                 self._allocator.free(address)
 
     def _free_activations(self) -> None:
+        self.forget()
         if self.activations:
             self._allocator.free(self.activations)
             self.activations = 0
@@ -244,6 +254,17 @@ def test_activations_leave_first_and_adapter_and_moments_only_where_they_must(be
     assert beside.decode.draining(WORKER) == []
     assert job.log[0] == "spill"
     assert "out" not in job.log
+    job.close()
+
+
+def test_what_layers_can_compute_again_leaves_before_anything_is_copied(beside):
+    beside.lend(3)
+    job = beside.load()
+    job.begin(6 * MIB, graph_bytes=10 * MIB)
+    beside.decode.revoke(1)
+    beside.memory.settle()
+    assert beside.decode.draining(WORKER) == []
+    assert job.log == ["forget", "replan"], "its boundaries stay where they are"
     job.close()
 
 

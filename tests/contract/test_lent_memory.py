@@ -10,6 +10,7 @@ from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.finetune.engine.suspension import BrokenOff
 from windrow_sidecar.finetune.memory.boundaries import LentBoundaries, TenantBoundaries
 from windrow_sidecar.finetune.memory.lent import LentMemory
+from windrow_sidecar.finetune.model.boundaries import Graph
 from windrow_sidecar.qos.view import Phase
 from windrow_sidecar.testing.tinyjob import (
     HIDDEN,
@@ -116,6 +117,30 @@ def test_a_chunk_asked_back_after_the_group_was_asked_about_stays_for_the_next_b
     learnt = beside.finish()
     assert bit_equal(learnt, expected)
     assert beside.ran == tasklets
+
+
+def test_graphs_that_are_forgotten_between_tasklets_change_nothing_in_what_is_learnt(untouched):
+    """What a GPU's worker does first where decode asks for memory: nothing is copied."""
+    sizing, expected, tasklets = untouched
+    stream, ran, freed = (job := tiny_job(sizing=sizing)).stream, 0, 0
+    while (tasklet := stream.peek()) is not None:
+        stream.run(tasklet)
+        ran += 1
+        if ran % 3 == 0:
+            before = graphs_of(stream)
+            stream.forget()
+            freed += before - graphs_of(stream)
+    assert bit_equal(adapter_of(job), expected)
+    assert ran == tasklets, "no group ran twice"
+    assert freed > 0
+
+
+def graphs_of(stream) -> int:
+    """How many layers' graphs wait for their backward."""
+    group = stream._batch_group
+    activations = group._at.values() if group is not None else ()
+    waiting = (graph for at in activations for layer in at.graphs for graph in layer)
+    return sum(isinstance(graph, Graph) for graph in waiting)
 
 
 def test_chunks_come_back_from_a_group_whose_first_tasklet_was_given_up(arenas, untouched):

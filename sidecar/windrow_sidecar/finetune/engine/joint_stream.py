@@ -229,6 +229,13 @@ class JointStream:
         for member in self.members:
             member.stream.replan(force=force)
 
+    def forget(self) -> None:
+        """Free what groups on their way can compute again, without a copy."""
+        if self._group is not None:
+            self._group.forget()
+        for member in self.members:
+            member.stream.forget()
+
     def spill(self, room_bytes: int) -> None:
         """Leave nothing on its way in device memory; it goes on from the host.
 

@@ -171,14 +171,23 @@ class MicroBatchGroup:
         """Bytes of host memory that `spill` takes."""
         return sum(x.nbytes for at in self._at.values() for x in at.inputs if x is not None)
 
-    def spill(self) -> None:
-        """Move what later tasklets need to the host and forget the rest; boundaries are cleared.
+    def forget(self) -> None:
+        """Forget what layers can compute again from their inputs; nothing is copied.
 
         Layers that have run up run forward once more, each before its backward, so nothing changes
-        in what is learnt. Further boundaries lie on the host as well.
+        in what is learnt.
         """
         for at in self._at.values():
             at.forget_graphs()
+
+    def spill(self) -> None:
+        """Move what later tasklets need to the host and forget the rest; boundaries are cleared.
+
+        On the host further boundaries are in memory of its own as well.
+        """
+        self.forget()
+        for at in self._at.values():
+            at.move_inputs()
         self._boundaries.clear()
         self._boundaries = TorchBoundaries()
 

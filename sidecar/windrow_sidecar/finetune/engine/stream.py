@@ -290,6 +290,11 @@ class TaskletStream:
         self.replan(force=True)
         self._optimizer.discard()
 
+    def forget(self) -> None:
+        """Free what the group on its way can compute again, without a copy: its layers' graphs."""
+        if self._batch_group is not None and self._batch_group.can_spill:
+            self._batch_group.forget()
+
     def spill(self, room_bytes: int) -> None:
         """Leave nothing of the group on its way in device memory; it goes on from the host.
 

@@ -2,9 +2,10 @@
 
 On the host only named tensors are in chunks (`boundaries.LentBoundaries`); here all of the job is,
 so a chunk that is asked back may hold anything. It is left in steps: first frozen layers that take
-turns, of which files have a copy, as many as need be; then activations of the group on its way go
-to the host, then adapter and moments, then all else but the base's parameters; so a job whose base
-is decode's own leaves every chunk, and comes back when there is room again.
+turns, of which files have a copy, as many as need be; then what layers can compute again is
+forgotten, without a copy; then activations of the group on its way go to the host, then adapter and
+moments, then all else but the base's parameters; so a job whose base is decode's own leaves every
+chunk, and comes back when there is room again.
 """
 
 from __future__ import annotations
@@ -216,6 +217,7 @@ class AllocatedMemory:
         steps = (
             self._device.release_caches,
             *shrinks,
+            self._forget,
             self._spill,
             self._move_out,
             self._move_buffers,
@@ -232,6 +234,10 @@ class AllocatedMemory:
             "decode asks for memory that holds what this job cannot do without; it goes on from "
             "its checkpoint where more is lent"
         )
+
+    def _forget(self) -> None:
+        if self._job is not None:
+            self._job.stream.forget()
 
     def _spill(self) -> None:
         if self._job is not None:

@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from windrow_sidecar.finetune.model.key_values import KeyValues, Prefix
 from windrow_sidecar.finetune.model.layer_calls import LayerCall
+from windrow_sidecar.finetune.offload.job_state import copies_on_host
 from windrow_sidecar.finetune.tasklets import TokenWindow
 
 
@@ -95,6 +96,9 @@ class Activations:
         return TokenWindow(0, self.ids.shape[1])
 
     def forget_graphs(self) -> None:
-        """Keep layers' inputs only, on the host, in memory of their own."""
+        """Keep layers' inputs only; nothing is copied."""
         self.graphs = [[Forgotten(graph.window) for graph in layer] for layer in self.graphs]
-        self.inputs = [None if x is None else x.detach().to("cpu", copy=True) for x in self.inputs]
+
+    def move_inputs(self) -> None:
+        """Move layers' inputs to host memory of their own; returns when they are there."""
+        self.inputs = copies_on_host(self.inputs)

@@ -7,7 +7,7 @@ by `TaskletStream.spill`. Values stay the same bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -110,6 +110,26 @@ class JobOffload:
             self._job.bring_back(self._home)
             self._is_out = False
         return was_out
+
+
+def copies_on_host(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return copies in host memory, of the shapes [...] they have, without graph; None stays None.
+
+    Those of a GPU are pinned: they are queued one behind the other at the link's rate and waited
+    for once, where copies to other memory go through a small buffer and are waited for one by one.
+    torch keeps pinned memory for the next copies of about that size; the first ones pin it.
+    """
+    homes: dict[torch.device, DeviceHome] = {}
+    copies: list[Tensor | None] = []
+    for tensor in tensors:
+        if tensor is None or tensor.device.type == "cpu":
+            copies.append(None if tensor is None else tensor.detach().clone())
+        else:
+            home = homes.setdefault(tensor.device, DeviceHome(tensor.device))
+            copies.append(home.out(tensor.detach()))
+    for home in homes.values():
+        home.settle()
+    return copies
 
 
 def home_of(device: torch.device) -> Home:
