@@ -28,6 +28,8 @@ from windrow_sidecar.finetune.model.loss import Head
 from windrow_sidecar.finetune.model.token_dropout import DropoutKeys, TokenDropout
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
 from windrow_sidecar.finetune.tasklets import MicroLimits, TokenWindow
+from windrow_sidecar.finetune.tensor_parallel.adapter import AdapterParts
+from windrow_sidecar.finetune.tensor_parallel.sharding import Sharding
 from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
 from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, Schedule
 from windrow_sidecar.qos.view import Phase
@@ -109,14 +111,21 @@ def stream_of(
     cut: Cut,
     held_out: tuple[Example, ...] = (),
     recipe: Recipe = Recipe(),
+    sharded: tuple[Sharding, AdapterParts] | None = None,
 ) -> TaskletStream:
-    """Return our engine over a tuned model, as a job has it."""
+    """Return our engine over a tuned model, as a job has it; `sharded`: of one rank of several."""
     stack = DecoderStack(tuned.get_base_model(), cut.around_layer)
     if why := use_program(stack, cut.program, adapter=ADAPTER, repacks=True):
         raise ValueError(why)
+    head = Head(stack) if sharded is None else Head(stack, sharded[0].cross_entropy)
+    parts = ModelParts(stack, head, Adapter(tuned))
+    if sharded is not None:
+        sharded[1].align_dropouts()
+    shared = None if sharded is None else sharded[1]
+    schedule = Schedule("cosine", recipe.rate, recipe.steps, 0.0)
     return TaskletStream(
-        ModelParts(stack, Head(stack), Adapter(tuned)),
-        AdapterOptimizer(trainable(tuned), Schedule("cosine", recipe.rate, recipe.steps, 0.0)),
+        parts,
+        AdapterOptimizer(trainable(tuned), schedule, shared=shared),
         DataSplit(rows, held_out),
         BatchPlan(len(rows), recipe.batch, recipe.seed),
         total_steps=recipe.steps,
@@ -173,8 +182,18 @@ def our_training(tuned: Any, rows: tuple[Example, ...], cut: Cut) -> Training:  
 
 def what_is_learnt(stream: TaskletStream, steps: Sequence[StepDone]) -> Training:
     """Return what a stream that has ended leaves behind, and what its steps said."""
+    return training_of(stream.tensors(), steps)
+
+
+def training_of(tensors: Mapping[str, Tensor], steps: Sequence[StepDone]) -> Training:
+    """Return what a training left behind, and what its steps said.
+
+    Args:
+        tensors: as `AdapterOptimizer.tensors` names them, [...] each.
+        steps: of it.
+    """
     held: Training = {"parameter": {}, "exp_avg": {}, "exp_avg_sq": {}}
-    for entry, tensor in stream.tensors().items():
+    for entry, tensor in tensors.items():
         kind, _, name = entry.removeprefix("state/").partition("/")
         held.setdefault(kind, {})[name] = tensor.clone()
     said = [(float(done.position.loss or 0.0), done.facts.gradient_norm) for done in steps]

@@ -6,6 +6,8 @@ largest tensor of a step: positions x vocabulary) never exist as a whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -30,17 +32,24 @@ from windrow_sidecar.finetune.model.whole import check_numbers
 SLICE_ELEMENTS, GPU_SLICE_ELEMENTS = 1 << 22, 1 << 24
 
 
+# `torch.nn.functional.cross_entropy`, or its like over a part of the words on each rank. It takes
+# logits [tokens, words], labels int64 [tokens] and `reduction`: "sum" ([]) or "none" ([tokens]).
+CrossEntropy = Callable[..., Tensor]
+
+
 class Head:
     """The final norm, the model's own logits, and cross-entropy."""
 
-    def __init__(self, stack: DecoderStack) -> None:
-        """Take the head of a model.
+    def __init__(
+        self, stack: DecoderStack, cross_entropy: CrossEntropy = functional.cross_entropy
+    ) -> None:
+        """Take the head of a model; `cross_entropy`: of its logits.
 
         Raises:
             UserError: the model makes other logits of the last hidden states, or none that are
                 finite.
         """
-        self._stack = stack
+        self._stack, self._cross_entropy = stack, cross_entropy
         elements = GPU_SLICE_ELEMENTS if stack.device.type == "cuda" else SLICE_ELEMENTS
         self._positions = max(1, elements // int(stack.config.vocab_size))
         model = stack.model
@@ -138,9 +147,7 @@ class Head:
                 torch.set_grad_enabled(learn),
                 dropout.only(places[cut]) if dropout else NOTHING,
             ):
-                losses = functional.cross_entropy(
-                    self._logits(piece), labels[cut], reduction="none"
-                )
+                losses = self._cross_entropy(self._logits(piece), labels[cut], reduction="none")
             if gradient is not None:
                 losses.sum().backward()  # type: ignore[no-untyped-call]
                 assert piece.grad is not None
@@ -153,7 +160,7 @@ class Head:
         return sums, full
 
     def _slice(self, rows: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(self._logits(rows), labels, reduction="sum")
+        return self._cross_entropy(self._logits(rows), labels, reduction="sum")
 
     def _logits(self, rows: Tensor) -> Tensor:
         """Let the model go on behind its decoder, which answers with `rows`, [positions, hidden].

@@ -81,7 +81,12 @@ class TokenDropout(nn.Module):
         p: share of the units that is dropped.
         keys: says which tokens run.
         index: of this module among those of the model.
+
+    Attributes:
+        first_unit: of `x` in what is dropped on one device, where ranks have a part of it each.
     """
+
+    first_unit = 0
 
     def __init__(self, p: float, keys: DropoutKeys, index: int) -> None:
         super().__init__()
@@ -111,7 +116,7 @@ class TokenDropout(nn.Module):
         keys = self._keys.tokens(x.device).reshape(*([-1] if x.dim() == 2 else x.shape[:-1]), 1)
         if keys.numel() != x.shape[:-1].numel():
             raise ValueError(f"{tuple(x.shape)} is not an activation of {keys.numel()} tokens")
-        dropped: Tensor = _Dropped.apply(x, keys, self.index, self.p)
+        dropped: Tensor = _Dropped.apply(x, keys, self.index, self.p, self.first_unit)
         return dropped
 
 
@@ -131,21 +136,30 @@ class _Dropped(torch.autograd.Function):
     """x * mask / (1 - p)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, keys: Tensor, index: Tensor, p: float) -> Tensor:  # noqa: ANN401
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        x: Tensor,
+        keys: Tensor,
+        index: Tensor,
+        p: float,
+        first: int,
+    ) -> Tensor:
         ctx.save_for_backward(keys)
-        ctx.index, ctx.p = index, p
-        return x * _mask(keys, x.shape[-1], index, p, x.dtype)
+        ctx.index, ctx.p, ctx.first = index, p, first
+        return x * _mask(keys, x.shape[-1], index, p, x.dtype, first)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         (keys,) = ctx.saved_tensors
-        mask = _mask(keys, gradient.shape[-1], ctx.index, ctx.p, gradient.dtype)
-        return gradient * mask, None, None, None
+        mask = _mask(keys, gradient.shape[-1], ctx.index, ctx.p, gradient.dtype, ctx.first)
+        return gradient * mask, None, None, None, None
 
 
-def _mask(keys: Tensor, units: int, index: Tensor | int, p: float, dtype: torch.dtype) -> Tensor:
-    """Return 0 or 1 / (1 - p) for each token and unit: [..., units]."""
-    unit = torch.arange(units, dtype=torch.int64, device=keys.device) * _STEP + index
+def _mask(
+    keys: Tensor, units: int, index: Tensor | int, p: float, dtype: torch.dtype, first: int = 0
+) -> Tensor:
+    """Return 0 or 1 / (1 - p) for each token and unit, from unit `first` on: [..., units]."""
+    unit = torch.arange(first, first + units, dtype=torch.int64, device=keys.device) * _STEP + index
     # One round over the product: both factors are mixed already.
     drawn = (keys ^ _mixed(unit)) * _MIX_1
     drawn ^= drawn >> 32

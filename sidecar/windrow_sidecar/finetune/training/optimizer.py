@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,16 @@ class StepMetrics:
     gradient_norm: float  # before clipping
 
 
+class SharedGradients(Protocol):
+    """Sums gradients over ranks that train one adapter together."""
+
+    def sum_gradients(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """Complete, in place, the gradients [...] of parameters that several ranks have."""
+
+    def norm(self, names: Sequence[str], gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the whole adapter's gradient, []."""
+
+
 class AdapterOptimizer:
     """AdamW with schedule and clipping; owns the sum of the committed gradients.
 
@@ -46,8 +56,9 @@ class AdapterOptimizer:
         parameters: Mapping[str, nn.Parameter],
         schedule: Schedule,
         spec: OptimizerSpec | None = None,
+        shared: SharedGradients | None = None,
     ) -> None:
-        """Make it over the adapter's parameters.
+        """Make it over the adapter's parameters; `shared`: with other ranks, each having a part.
 
         Raises:
             UserError: the library that the spec asks for is not there.
@@ -55,6 +66,7 @@ class AdapterOptimizer:
         self._names = list(parameters)
         self._parameters = list(parameters.values())
         self._schedule, self._spec = schedule, spec or OptimizerSpec()
+        self._shared = shared
         self._sums: list[Tensor] | None = None
         self._best: dict[str, Tensor] = {}
         self._snapshot: TensorSnapshot | None = None
@@ -93,7 +105,7 @@ class AdapterOptimizer:
         sums = self._sums or [_zeros(p) for p in self._parameters]
         self._sums = None
         # The one figure of a step that the host waits for: of what is not finite nothing is learnt.
-        norm = Reading(nn.utils.get_total_norm(sums)).value()
+        norm = Reading(self._norm(sums)).value()
         if not math.isfinite(norm):
             raise NotFinite(f"the gradient of step {number + 1} is not finite")
         scale = min(1.0, self._spec.max_gradient_norm / (norm + 1e-6))
@@ -112,6 +124,14 @@ class AdapterOptimizer:
         self.discard()
         self._collect(torch.float32)
         return StepMetrics(rate, norm)
+
+    def _norm(self, sums: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the gradient, [], which is complete afterwards."""
+        if self._shared is None:
+            return nn.utils.get_total_norm(sums)
+        self._before_change(SUM)
+        self._shared.sum_gradients(self._names, sums)
+        return self._shared.norm(self._names, sums)
 
     def _collect(self, dtype: torch.dtype | None) -> None:
         """Have autograd add gradients up in that type; None: in the parameter's own, for AdamW."""
