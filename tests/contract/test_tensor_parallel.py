@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from windrow.errors import UserError
 from windrow_sidecar.finetune.adapter.adapters import ADAPTER, add_adapter, trainable
-from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.finetune.engine.stages import StepDone
 from windrow_sidecar.finetune.tensor_parallel.adapter import check_adapter
 from windrow_sidecar.finetune.tensor_parallel.cross_entropy import VocabularyCrossEntropy
@@ -44,7 +43,6 @@ class Case:
     architecture: str
     adapter: dict
     cut: Cut = field(default_factory=Cut)
-    ranks: tuple[int, ...] = (2, 4)
 
 
 LORA = {"rank": 4, "alpha": 8}
@@ -57,18 +55,16 @@ CASES = {
         "Qwen2", {"lora": {**LORA, "targetModules": "gate_proj,up_proj,down_proj"}}
     ),
     "(IA)3, rows in one line": Case("Llama", {"type": "ia3"}, Cut(packed=True)),
-    "some keys, in windows": Case(
+    "some keys, a sliding window": Case(
         "Mistral",
         {"lora": {**LORA, "targetModules": "k_proj,down_proj", "rankPattern": {"k_proj": 2}}},
-        Cut(Windows(16)),
-        ranks=(2,),
     ),
 }
 
 
 @pytest.fixture(scope="module")
 def references():
-    """By case: the whole base, the whole adapter, and what peft makes of them on one device."""
+    """Return by case: the whole base, the whole adapter, and what peft makes of them."""
     found = {}
     for name, case in CASES.items():
         base = random_model(case.architecture).double()
@@ -149,11 +145,7 @@ def ranked(request, references):
     """(number of ranks, of each rank what it made of each case)."""
 
     def work(ranks):
-        made = {
-            name: train(case, *references[name][:2], ranks)
-            for name, case in CASES.items()
-            if ranks.ranks in case.ranks
-        }
+        made = {name: train(case, *references[name][:2], ranks) for name, case in CASES.items()}
         fresh = shard_of(references["attention"][0], CASES["attention"].adapter, None, ranks)
         return made | {
             "cross-entropy": cross_entropy(ranks),
@@ -168,19 +160,12 @@ def of_case(ranked, name):
     return [each[name] for each in ranked[1]]
 
 
-each_case = pytest.mark.parametrize(
-    ("ranked", "name"),
-    [(ranks, name) for ranks in (2, 4) for name, case in CASES.items() if ranks in case.ranks],
-    indirect=["ranked"],
-)
-
-
-@each_case
+@pytest.mark.parametrize("name", CASES)
 def test_gradients_of_a_cut_model_equal_those_of_peft_on_one_device(ranked, references, name):
     assert apart(of_case(ranked, name)[0]["first"], references[name][2]).by_rounding
 
 
-@each_case
+@pytest.mark.parametrize("name", CASES)
 def test_weights_moments_losses_and_norms_of_five_steps_equal_those_of_peft(
     ranked, references, name
 ):
@@ -190,7 +175,7 @@ def test_weights_moments_losses_and_norms_of_five_steps_equal_those_of_peft(
         assert apart(ours[kind], theirs[kind]).by_rounding, kind
 
 
-@each_case
+@pytest.mark.parametrize("name", CASES)
 def test_matrices_that_are_whole_on_each_rank_stay_the_same_bits(ranked, name):
     first, *others = (made["whole matrices"] for made in of_case(ranked, name))
     for other in others:

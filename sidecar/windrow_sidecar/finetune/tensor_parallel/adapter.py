@@ -22,8 +22,8 @@ from windrow_sidecar.finetune.tensor_parallel.communicator import Communicator, 
 from windrow_sidecar.finetune.tensor_parallel.cuts import (
     BY_COLUMNS,
     BY_WORDS,
-    Part,
     ShardSizes,
+    TensorPart,
     refused,
 )
 from windrow_sidecar.finetune.tensor_parallel.shard import stand_in
@@ -119,15 +119,15 @@ class AdapterParts:
             raise ValueError("the shard and its stand-in have different adapters")
         self._shared = [name for name in self._mine if self.part(name).copies > 1]
 
-    def part(self, name: str, rank: int | None = None) -> Part:
+    def part(self, name: str, rank: int | None = None) -> TensorPart:
         """Return what a rank (default: this one) has of a parameter of the adapter."""
         rank = self._ranks.rank if rank is None else rank
         mine, whole = self._mine[name].shape, self._all[name].shape
         cut = [dim for dim in range(len(whole)) if mine[dim] != whole[dim]]
         if not cut:
-            return Part(None, 0, 0, 0, self._ranks.ranks)
+            return TensorPart(None, 0, 0, 0, self._ranks.ranks)
         base = self._sizes.part(f"{_module_of(name)}.weight", rank)
-        return Part(cut[0], base.begin, base.end, base.first, base.copies)
+        return TensorPart(cut[0], base.begin, base.end, base.first, base.copies)
 
     def begin(self) -> None:
         """Take this rank's parts of the stand-in's values."""
@@ -205,7 +205,7 @@ class AdapterParts:
         return found
 
     def fill(self, found: Mapping[str, Tensor]) -> None:
-        """Give the stand-in the parameters of `found`, which `assemble` returned on rank 0."""
+        """Give the stand-in the parameters of `found`, [...] each, that `assemble` returned."""
         with torch.no_grad():
             for name, parameter in self._all.items():
                 parameter.copy_(found[f"{PARAMETER}/{name}"])
@@ -246,7 +246,7 @@ class AdapterParts:
         return whole
 
 
-def _cut(whole: Tensor, part: Part) -> Tensor:
+def _cut(whole: Tensor, part: TensorPart) -> Tensor:
     """Return a part of a tensor [...]: a view."""
     if part.dim is None:
         return whole

@@ -23,7 +23,7 @@ BY_WORDS = ("embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """Part of a tensor that one rank has.
 
     Attributes:
@@ -113,7 +113,7 @@ class ShardSizes:
         begin = min(rank * self.words, self.vocabulary)
         return begin, min(begin + self.words, self.vocabulary)
 
-    def part(self, parameter: str, rank: int) -> Part:
+    def part(self, parameter: str, rank: int) -> TensorPart:
         """Return a rank's part of a base parameter (`model.layers.0.self_attn.q_proj.weight`).
 
         The bias of a row-parallel layer is whole: rank 0 alone adds it.
@@ -121,14 +121,14 @@ class ShardSizes:
         module, _, kind = parameter.rpartition(".")
         name = module.rpartition(".")[2]
         if name in BY_WORDS:
-            return Part(0, *self.words_of(rank), rank, 1)
+            return TensorPart(0, *self.words_of(rank), rank, 1)
         if name in BY_ROWS:
             return self._cut(0, name, rank)
         if name in BY_COLUMNS and kind == "weight":
             return self._cut(1, name, rank)
-        return Part(None, 0, 0, 0, self.ranks)
+        return TensorPart(None, 0, 0, 0, self.ranks)
 
-    def _cut(self, dim: int, name: str, rank: int) -> Part:
+    def _cut(self, dim: int, name: str, rank: int) -> TensorPart:
         copies = self.copies if name in ("k_proj", "v_proj") else 1
         if name in ("k_proj", "v_proj"):
             units = self.key_value_heads * self.head_units
@@ -136,7 +136,7 @@ class ShardSizes:
             units = self.heads * self.head_units if name in ("q_proj", "o_proj") else 0
         units = units or self.inner_units
         at = rank // copies
-        return Part(dim, at * units, (at + 1) * units, at * copies, copies)
+        return TensorPart(dim, at * units, (at + 1) * units, at * copies, copies)
 
 
 def refused(problem: str, remedy: str, field: str = "spec.model.name") -> UserError:

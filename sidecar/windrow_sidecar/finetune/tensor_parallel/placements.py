@@ -15,7 +15,7 @@ from enum import Enum
 from itertools import product
 
 
-class Base(Enum):
+class WeightCut(Enum):
     """The way in which a base weight is cut."""
 
     COLUMN = "column-parallel"  # q, k, v, gate, up: by rows of `out`
@@ -23,7 +23,7 @@ class Base(Enum):
 
 
 class Held(Enum):
-    """What a rank holds of a matrix of the adapter."""
+    """Share of a matrix of the adapter that a rank has."""
 
     WHOLE = "whole"
     IN = "columns of in"  # of A
@@ -32,8 +32,8 @@ class Held(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """What each rank holds of A and of B."""
+class AdapterPlacement:
+    """Shares of A and of B that each rank has."""
 
     a: Held
     b: Held
@@ -60,8 +60,8 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """What one rank sends for one adapted weight in a step, beyond what the base sends anyway.
+class SentBytes:
+    """Bytes that a rank sends for an adapted weight in a step, beyond what the base sends anyway.
 
     Attributes:
         activation_bytes: in messages of each micro-batch and layer.
@@ -78,18 +78,18 @@ class Traffic:
 
 
 CHOSEN = {
-    Base.COLUMN: Placement(Held.WHOLE, Held.OUT),
-    Base.ROW: Placement(Held.IN, Held.WHOLE),
+    WeightCut.COLUMN: AdapterPlacement(Held.WHOLE, Held.OUT),
+    WeightCut.ROW: AdapterPlacement(Held.IN, Held.WHOLE),
 }
 
 
-def placements() -> Iterator[Placement]:
+def placements() -> Iterator[AdapterPlacement]:
     """Yield every way to place A and B."""
     for a, b in product((Held.WHOLE, Held.IN, Held.RANK), (Held.WHOLE, Held.OUT, Held.RANK)):
-        yield Placement(a, b)
+        yield AdapterPlacement(a, b)
 
 
-def traffic(base: Base, at: Placement, sizes: Sizes) -> Traffic:
+def traffic(base: WeightCut, at: AdapterPlacement, sizes: Sizes) -> SentBytes:
     """Return what a placement sends.
 
     A ring's all-gather or reduce-scatter of a tensor sends `(N - 1) / N` of its bytes, an
@@ -101,12 +101,12 @@ def traffic(base: Base, at: Placement, sizes: Sizes) -> Traffic:
     sent = 0.0
     # u = A x, [tokens, r]: whole on each rank, cut by r, or a sum that is still to be taken.
     made = {Held.WHOLE: "whole", Held.RANK: "cut", Held.IN: "partial"}[at.a]
-    if base is Base.ROW and at.a is not Held.IN:
+    if base is WeightCut.ROW and at.a is not Held.IN:
         sent += 2 * of_x  # x is gathered, its gradient is summed and cut again
     # With the gradient of all of y and a whole B each rank knows all of the gradient of u.
-    knows_all = base is Base.ROW and at.b is Held.WHOLE
+    knows_all = base is WeightCut.ROW and at.b is Held.WHOLE
     wanted = "cut" if at.b is Held.RANK else "whole"
-    if base is Base.ROW and at.b is Held.WHOLE and made == "partial":
+    if base is WeightCut.ROW and at.b is Held.WHOLE and made == "partial":
         wanted = "partial"  # B of a part of the sum is a part of y, which the base sums
     if made != wanted:
         sent += {
@@ -115,11 +115,11 @@ def traffic(base: Base, at: Placement, sizes: Sizes) -> Traffic:
             ("cut", "whole"): of_u if knows_all else 2 * of_u,
             ("whole", "cut"): 0.0,
         }[made, wanted]
-    if base is Base.COLUMN and at.b is Held.RANK:
+    if base is WeightCut.COLUMN and at.b is Held.RANK:
         sent += 2 * of_y  # a sum of which each rank needs its rows; their gradients are gathered
     gradients = 0.0
     if at.a is Held.WHOLE and not knows_all:
         gradients += 2 * once * sizes.rank * sizes.inputs
-    if at.b is Held.WHOLE and (base is Base.COLUMN or wanted == "partial"):
+    if at.b is Held.WHOLE and (base is WeightCut.COLUMN or wanted == "partial"):
         gradients += 2 * once * sizes.rank * sizes.outputs
-    return Traffic(sent, gradients)
+    return SentBytes(sent, gradients)

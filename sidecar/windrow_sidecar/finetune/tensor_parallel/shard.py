@@ -21,7 +21,7 @@ from windrow_sidecar.finetune.model.precision import WeightForm
 from windrow_sidecar.finetune.model.structure import find_layers
 from windrow_sidecar.finetune.offload.tensor_files import absent, read, stored_tensors
 from windrow_sidecar.finetune.tensor_parallel.communicator import Communicator
-from windrow_sidecar.finetune.tensor_parallel.cuts import BY_WORDS, Part, ShardSizes, refused
+from windrow_sidecar.finetune.tensor_parallel.cuts import BY_WORDS, ShardSizes, TensorPart, refused
 
 
 def sharded(
@@ -90,7 +90,7 @@ def _reading(at: Any, dtype: torch.dtype) -> Callable[[], Tensor]:  # noqa: ANN4
     return lambda: read(at, dtype)
 
 
-def _taken(whole: Tensor, part: Part, name: str, sizes: ShardSizes, rank: int) -> Tensor:
+def _taken(whole: Tensor, part: TensorPart, name: str, sizes: ShardSizes, rank: int) -> Tensor:
     """Return a rank's part in memory of its own; words are padded with zeros."""
     if part.dim is None:
         # Of a row-parallel layer: the ranks' outputs are summed, so one of them adds the bias.

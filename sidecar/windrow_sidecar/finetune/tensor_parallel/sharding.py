@@ -1,4 +1,4 @@
-"""What a job needs to train over several ranks: who they are, and how its model is cut."""
+"""Name the ranks that train a job together, and the model that is cut over them."""
 
 from __future__ import annotations
 
