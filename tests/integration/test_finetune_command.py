@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 import re
 import subprocess
@@ -79,6 +80,32 @@ def test_a_job_runs_to_its_adapter_and_leaves_its_curves(tmp_path):
     metrics = (tmp_path / "out" / ".windrow" / "job" / "metrics.jsonl").read_text().splitlines()
     stages = [json.loads(line).get("stage") for line in metrics]
     assert stages == ["base", None, None, "held-out", None, "tuned"]
+
+
+def test_a_job_learns_from_preferences_and_the_plain_loop_refuses_them(tmp_path):
+    path = manifest(tmp_path, method="dpo", packing=False, maxSequenceLength=256)
+    body = yaml.safe_load(path.read_text())
+    body["spec"]["dataset"] |= {"format": "preference"}
+    path.write_text(yaml.safe_dump(body))
+    chats = [json.loads(line)["messages"] for line in ROWS.read_text().splitlines()[:12]]
+    rows = [
+        {"prompt": chat[:-1], "chosen": chat[-1:], "rejected": other[-1:]}
+        for chat, other in zip(chats, chats[1:] + chats[:1], strict=True)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    code, said = finetune(path)
+    assert (code, said["state"], said["step"]) == (0, "Succeeded", 3), said
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "out" / "adapter_config.json").is_file()
+    # The base compared with itself prefers neither answer: -log sigmoid(0), in float32.
+    assert said["base_eval_loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert 0 < said["tuned_eval_loss"] != said["base_eval_loss"]
+    command = [sys.executable, "-m", "windrow_sidecar.finetune.standalone.baseline"]
+    done = subprocess.run(
+        [*command, "--job", path, "--steps=1"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "spec.training.method: the plain loop knows no loss" in done.stdout + done.stderr
 
 
 def lines_of(path: Path) -> list[str]:

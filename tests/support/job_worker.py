@@ -4,14 +4,15 @@ The same command line as the real worker's. `spec.behave`: `run` until told othe
 after a few steps, `fail` with a user error, `crash` without a word, `stubborn` (ignores STOP and
 ABORT), `deaf` (ignores ADD_JOB), `busy` (takes further jobs once it is told to RESUME), `at-work`
 (as `run`, and notes that it is its turn), `lingering` (outlives its agent by a second, as one that
-writes a checkpoint does), `silent` (lives, and says nothing after a few steps). Jobs that it is
-told to take run on threads of their own.
+writes a checkpoint does), `silent` (lives, and says nothing after a few steps), `telling` (answers
+credentials with their digest). Jobs that it is told to take run on threads of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
 import json
 import os
 import queue
@@ -36,9 +37,9 @@ _STEPS = 1000
 class JobWorker:
     """One run."""
 
-    def __init__(self, run_dir: RunDir, job_uid: str, epoch: int) -> None:
+    def __init__(self, run_dir: RunDir, job_uid: str, epoch: int, behave: str = "") -> None:
         job = json.loads((run_dir.job_dir(job_uid) / "job.json").read_text(encoding="utf-8"))
-        self._behave = str(job["spec"].get("behave", "run"))
+        self._behave = behave or str(job["spec"].get("behave", "run"))
         self._run_dir, self._job_uid, self._epoch = run_dir, job_uid, epoch
         self._out: queue.Queue[agent_pb2.WorkerReport | None] = queue.Queue()
         self._told_to_end, self._aborted = threading.Event(), False
@@ -123,6 +124,9 @@ class JobWorker:
                     self._aborted = command.action == "ABORT"
                     self._forgets = command.reason == Reason.DELETED
                     self._told_to_end.set()
+                elif command.action == "CREDENTIALS" and self._behave == "telling":
+                    held = command.dataset_secret, command.output_secret, command.tracking_secret
+                    self._event("PAUSED", "Paused", digest_of(*map(dict, held)))
                 elif command.action == "PAUSE":
                     self._event("PAUSED", "Paused", command.reason)
         except grpc.RpcError:
@@ -176,15 +180,25 @@ class JobWorker:
         self._out.put(agent_pb2.WorkerReport(event=event))
 
 
-def main() -> int:
-    """Parse the worker's command line and run."""
+def digest_of(*secrets: dict[str, str]) -> str:
+    """Return a digest of what Secrets hold."""
+    return hashlib.sha256(json.dumps(secrets, sort_keys=True).encode()).hexdigest()
+
+
+def main(behave: str = "") -> int:
+    """Parse the worker's command line and run.
+
+    Args:
+        behave: in place of what the job's spec says; a FinetuneJob of an API server says nothing.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--slot", type=int, required=True)
     parser.add_argument("--job-uid", required=True)
     parser.add_argument("--epoch", type=int, required=True)
     args = parser.parse_args()
-    return JobWorker(RunDir(args.run_dir), args.job_uid, args.epoch).run()
+    worker = JobWorker(RunDir(args.run_dir), args.job_uid, args.epoch, behave)
+    return worker.run()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,11 @@ from windrow_sidecar.finetune.training.optimizer import Schedule, adamw
 
 
 class PlainLoop:
-    """A plain training loop, one optimizer step a call."""
+    """A plain training loop over rows that are learnt as they are, one optimizer step a call.
+
+    Raises:
+        UserError: the job's method needs another loss.
+    """
 
     def __init__(
         self,
@@ -44,6 +48,13 @@ class PlainLoop:
         random_weights: int | None = None,
     ) -> None:
         training, self._device = job.spec.training, device
+        if training.method != "sft":
+            # Trained on as they come, the rows of a pair would both be learnt.
+            raise UserError(
+                f"the plain loop knows no loss for training.method {training.method}",
+                field="spec.training.method",
+                remedy="Measure it with `windrow finetune --seconds`, or write method: sft.",
+            )
         # What comes from here on is the loop's own: a device would have to hold it.
         events.append(
             MarkEvent(time.monotonic_ns(), "resident-before-model", str(resident_bytes()))
