@@ -5,8 +5,9 @@ Example: python -m benchmarks.coverage --recipes srt-slurm/recipes --runtimes om
 Both are folders of checkouts (NVIDIA/srt-slurm, sgl-project/ome); nothing of them is kept but
 counts. A decode section says yes if `sglang.check_arguments` takes its command line, with a page
 size as docs/sglang.md asks for; if the model's KV pool is one that is lent; and if its weights have
-a codec. Recipes have no config.json, so the pool is guessed from the model's name; a name that says
-nothing counts as no.
+a codec. Runtimes of OME declare the model's architecture, which says the pool; one that the worker
+is not held to PEFT for counts as no. Recipes of srt-slurm have no config.json: there the pool is
+guessed from the model's name, and a name that says nothing counts as no.
 """
 
 from __future__ import annotations
@@ -48,6 +49,23 @@ _CODED = (
     ),
     *("mxfp4", "compressed-tensors"),
 )
+# By a model's architecture: its KV pool in SGLang. Each is one that the worker trains as PEFT does
+# (tests/contract/test_served_architectures.py).
+POOLS: dict[str, str] = {
+    **{
+        f"{name}ForCausalLM": "heads"
+        for name in (
+            *("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mistral", "Mixtral", "Phi", "Phi3", "Cohere"),
+            *("Gemma2", "Gemma3", "Glm", "Granite", "GraniteMoe", "Olmo2", "Olmoe", "Starcoder2"),
+            *("StableLm", "Persimmon", "Arcee", "Ernie4_5_Moe", "GPTNeoX", "GPTJ", "MiniMaxM2"),
+        )
+    },
+    **{f"{name}ForCausalLM": "latent" for name in ("DeepseekV2", "DeepseekV3", "MiniCPM3")},
+    **{f"{name}ForCausalLM": "hybrid" for name in ("Qwen3Next", "NemotronH")},
+    "GptOssForCausalLM": "windows",
+}
+# Served without a decode step, or with layers of other shapes than the architecture declares.
+_NOT_AS_DECLARED = r"embed|gte|gme|bge|e5-|rerank|reward|nemotron-(ultra|super)"
 # By what a model's name says, the first that fits: its KV pool, or "" where that is not lent.
 _POOLS: tuple[tuple[str, str], ...] = (
     (r"deepseek-?v4|dsv4", ""),
@@ -63,8 +81,15 @@ _POOLS: tuple[tuple[str, str], ...] = (
 )
 
 
+def pool_of(name: str, architecture: str, options: Mapping[str, Any]) -> str:
+    """Return the KV pool of a runtime; "": none that is lent, or the worker does not train it."""
+    if "is-embedding" in options or re.search(_NOT_AS_DECLARED, name):
+        return ""
+    return POOLS.get(architecture, "")
+
+
 def sections(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (the model's names, its precision, decode's options) of each recipe of srt-slurm."""
+    """Yield (KV pool by the model's names, its precision, decode's options) of each recipe."""
     for path in sorted(folder.rglob("*.y*ml")):
         try:
             recipe = yaml.safe_load(path.read_text())
@@ -80,7 +105,9 @@ def sections(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
             continue
         model = base.get("model") or {}
         names = [base.get("name"), model.get("path"), decode.get("served-model-name"), path.name]
-        yield " ".join(map(str, names)).lower(), str(model.get("precision", "")), dict(decode)
+        said = " ".join(map(str, names)).lower()
+        pool = next((pool for pattern, pool in _POOLS if re.search(pattern, said)), "")
+        yield pool, str(model.get("precision", "")), dict(decode)
 
 
 def runtimes(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -97,11 +124,23 @@ def runtimes(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
                 continue
             found = re.findall(r"--([\w-]+)(?:[ =]+(?!--)(\S+))?", text)
             name = path.stem.lower()
-            yield name, "fp8" if "fp8" in name else "", {k: v or True for k, v in found}
+            options = {k: v or True for k, v in found}
+            formats = spec.get("supportedModelFormats") or [{}]
+            architectures = {str(each.get("modelArchitecture")) for each in formats}
+            architecture = architectures.pop() if len(architectures) == 1 else ""
+            pool = pool_of(name, architecture, options)
+            yield pool, "fp8" if "fp8" in name else "", options
 
 
-def refusal(name: str, precision: str, said: Mapping[str, Any], *, parallel: bool) -> str:
-    """Return what the first check that refuses looks at; "": it harvests."""
+def refusal(pool: str, precision: str, said: Mapping[str, Any], *, parallel: bool) -> str:
+    """Return what the first check that refuses looks at; "": it harvests.
+
+    Args:
+        pool: of KV; "": none that is lent.
+        precision: of the weights, as the recipe says.
+        said: options of the command line.
+        parallel: whether parallelism counts.
+    """
     options = {key.replace("-", "_"): value for key, value in said.items()}
     options = {_ALIASES.get(key, key): value for key, value in options.items()}
     for key, value in options.items():
@@ -122,9 +161,8 @@ def refusal(name: str, precision: str, said: Mapping[str, Any], *, parallel: boo
         sglang.check_arguments(SimpleNamespace(**line))
     except UserError as error:
         return str(error.field)
-    pool = next((pool for pattern, pool in _POOLS if re.search(pattern, name)), "")
     if not pool:
-        return "the KV pool of the model's kind, or an unknown kind"
+        return "the model's kind: its KV pool, or a worker that does not train it"
     sparse = options.get("dsa_decode_backend") or options.get("nsa_decode_backend")
     if pool == "indexed" and "fp8" in str(line["kv_cache_dtype"]) and sparse != "trtllm":
         return "sparse attention's KV with scales between its vectors"

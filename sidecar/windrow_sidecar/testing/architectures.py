@@ -78,6 +78,39 @@ FURTHER: dict[str, dict[str, Any]] = {
     "Phi": {"embd_pdrop": 0.2},
 }
 
+# Further ones that public recipes of SGLang serve (`benchmarks.coverage`).
+_LATENT: dict[str, Any] = {
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
+    **{"v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 16},
+}
+SERVED: dict[str, dict[str, Any]] = {
+    "Arcee": {},
+    "DeepseekV3": {
+        **_LATENT,
+        **_EXPERTS,
+        **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        **{"moe_intermediate_size": 24, "head_dim": 8},
+    },
+    "Ernie4_5_Moe": {
+        **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
+        **{"moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    },
+    "Glm": {},
+    "GraniteMoe": {**_EXPERTS, "num_local_experts": 4},
+    "MiniCPM3": _LATENT,
+    "MiniMaxM2": {**_EXPERTS, "num_local_experts": 4},
+    "NemotronH": {
+        "layers_block_type": ["mamba", "attention", "moe"],
+        **{"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "chunk_size": 16},
+        **_EXPERTS,
+        **{"n_groups": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+        **{"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24},
+    },
+    "Olmoe": {**_EXPERTS, "num_experts": 4, "num_key_value_heads": 4},
+    "Persimmon": {"num_key_value_heads": 4},
+    "StableLm": {},
+}
+
 
 def random_model(architecture: str, **overrides: Any) -> nn.Module:  # noqa: ANN401
     """Return a causal language model in fp32, the same one each time.
@@ -87,7 +120,7 @@ def random_model(architecture: str, **overrides: Any) -> nn.Module:  # noqa: ANN
     import transformers
 
     config_class = getattr(transformers, f"{architecture}Config")
-    options = ARCHITECTURES.get(architecture) or FURTHER.get(architecture, {})
+    options = {**FURTHER, **SERVED, **ARCHITECTURES}.get(architecture, {})
     config = config_class(**(_COMMON | options | overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
