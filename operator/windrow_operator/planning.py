@@ -4,7 +4,7 @@ Free slots come first. Among them the score is the tokens a second that the slot
 predicted to leave, by what it left in the last minutes; it counts more where decode serves the
 job's own model, since there the frozen weights are shared, and less for each job on another device
 of the node, since those share its cores, memory and network. Where no slot is free, jobs over one
-base model share a worker, which carries them in turns. Every refusal is one sentence, so that a job
+base model share a worker, which carries them together. Every refusal is one sentence, so that a job
 that waits can say why; what other tenants call their jobs and pods is never said.
 """
 
@@ -209,7 +209,7 @@ def _explain_choice(job: Job, slot: Slot, neighbours: int) -> str:
     # A policy that has just come has no second of decode behind it.
     promise = f"predicts {rate(predicted)} tok/s" if predicted > 0 else "has predicted no rate yet"
     others = _others(job, slot)
-    turns = f", in turns with {_names(job, others)}" if others else ""
+    turns = f", in one worker with {_names(job, others)}" if others else ""
     jobs = f"{neighbours} job{'s' if neighbours > 1 else ''}"
     beside = f", beside {jobs} on other devices of its node" if neighbours else ""
     return f"{_name(job, slot)} {promise}{shared}{turns}{beside}"

@@ -16,7 +16,8 @@ from windrow.protocol import Ending
 from windrow_sidecar.finetune.colocated.jobs import crowded
 from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.finetune.job.failures import failure
-from windrow_sidecar.finetune.job.multiplexer import JobMultiplexer, JobShare, fair_start
+from windrow_sidecar.finetune.job.job_handle import JobShare
+from windrow_sidecar.finetune.job.multiplexer import JobMultiplexer, fair_start
 from windrow_sidecar.finetune.memory.boundaries import LentBoundaries, TenantBoundaries
 from windrow_sidecar.finetune.memory.lent import LentMemory
 from windrow_sidecar.finetune.model.loading import BaseModel

@@ -16,9 +16,9 @@ from windrow.protocol import Ending
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
 from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.finetune.job.assembly import JobSpec
+from windrow_sidecar.finetune.job.job_handle import JobShare
 from windrow_sidecar.finetune.job.multiplexer import (
     JobMultiplexer,
-    JobShare,
     next_turn,
     turn_is_over,
 )

@@ -171,7 +171,7 @@ class Jobs:
 
 @functools.cache
 def alone(architecture: str, name: str) -> tuple[dict, dict]:
-    """What a job of `KINDS` begins with, and what peft learns of it."""
+    """Return what a job of `KINDS` begins with, and what peft learns of it."""
     kind = KINDS[name]
     tuned = tuned_model(random_model(architecture).double(), kind.spec())
     begun = {n: p.detach().clone() for n, p in trainable(tuned).items()}
@@ -377,9 +377,12 @@ def test_jobs_that_cannot_be_joined_are_refused_with_the_reason(architecture, ad
     if "lora" in adapter:
         adapter = {"lora": {"rank": 4, "alpha": 8, **adapter["lora"]}}
     tuned = add_adapter(random_model(architecture), small_spec(adapter))
-    assert why in refused(tuned, DecoderStack(tuned.get_base_model()))
+    learns = trainable(tuned)
+    assert why in refused(tuned, learns, DecoderStack(tuned.get_base_model()))
 
 
 def test_a_model_whose_layers_drop_units_is_refused():
     tuned = add_adapter(random_model("Llama", attention_dropout=0.2), small_spec())
-    assert "drops units of its own" in refused(tuned, DecoderStack(tuned.get_base_model()))
+    assert "drops units of its own" in refused(
+        tuned, trainable(tuned), DecoderStack(tuned.get_base_model())
+    )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import cast
 
 from windrow.protocol import Ending
-from windrow_sidecar.finetune.job.multiplexer import JobHandle
+from windrow_sidecar.finetune.job.job_handle import JobHandle
 from windrow_sidecar.finetune.job.runner import Runner
 from windrow_sidecar.finetune.memory.training_memory import TrainingMemory
 from windrow_sidecar.finetune.training.optimizer import NotFinite

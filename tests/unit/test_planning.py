@@ -255,7 +255,7 @@ def test_without_a_free_slot_a_job_shares_one_whose_jobs_have_its_base():
     choice = place(job(), [taken, slot("b", 100)])
     assert choice.slot.key == "team/b", "a free slot goes before a shared one"
     choice = place(job(model="/m/"), [taken])
-    assert choice.message == "a predicts 9.6k tok/s, in turns with team/a"
+    assert choice.message == "a predicts 9.6k tok/s, in one worker with team/a"
     two = (Holder("x", "team/a", BASE), Holder("y", "team/b", BASE))
     choice = place(
         job(), [slot("a", holders=two, max_jobs=4), slot("b", 1, holders=two[:1], max_jobs=4)]

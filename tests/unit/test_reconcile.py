@@ -120,7 +120,7 @@ def test_a_job_joins_one_that_shares_its_base_and_each_has_its_own_life():
     holder = Holder("u", "team/tone", Base.of(spec()))
     taken = {KEY: slot(holders=(holder,), max_jobs=4)}
     second = Life(slots=taken, name="code", uid="v").placed()
-    assert second.condition("Placed")["message"].endswith("in turns with team/tone")
+    assert second.condition("Placed")["message"].endswith("in one worker with team/tone")
     assert second.job.epoch == 1
     second.step(run(RunState.FAILED, uid="v", user_error=True, reason="DatasetInvalid"))
     assert second.state == "Failed"

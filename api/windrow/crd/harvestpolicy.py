@@ -333,7 +333,7 @@ class AccessSpec(Record):
     )
     share_workers: bool = Field(
         default=False,
-        description="true: jobs of several namespaces may run in one worker process, in turns.",
+        description="true: jobs of several namespaces may run in one worker process.",
     )
     priority_classes: list[Name] | None = Field(
         default=None,

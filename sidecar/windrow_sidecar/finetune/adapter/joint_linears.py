@@ -6,14 +6,14 @@ they are. They are the very modules of the job's own model, so gradients are lef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from windrow_sidecar.finetune.adapter.adapters import ADAPTER, trainable
+from windrow_sidecar.finetune.adapter.adapters import ADAPTER
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 
 
@@ -149,11 +149,12 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def refused(tuned: Any, stack: DecoderStack) -> str:  # noqa: ANN401 - peft is untyped
+def refused(tuned: Any, learns: Mapping[str, nn.Parameter], stack: DecoderStack) -> str:  # noqa: ANN401 - peft is untyped
     """Return why a job's rows cannot pass beside those of others; "" if they can.
 
     Args:
         tuned: peft's model of the job.
+        learns: what the job trains, by name.
         stack: the job's layers.
     """
     from peft.tuners.lora.layer import Linear
@@ -170,7 +171,7 @@ def refused(tuned: Any, stack: DecoderStack) -> str:  # noqa: ANN401 - peft is u
         if layer.lora_variant.get(ADAPTER) is not None or layer.lora_B[ADAPTER].bias is not None:
             return f"its adapter of {name} is more than two matrices"
         ours.update((id(layer.lora_A[ADAPTER].weight), id(layer.lora_B[ADAPTER].weight)))
-    others = [name for name, p in trainable(tuned).items() if id(p) not in ours]
+    others = [name for name, parameter in learns.items() if id(parameter) not in ours]
     if others:
         return f"{others[0]} learns besides its low-rank matrices"
     if stack.own_dropout or stack.drops_embeddings:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from windrow_sidecar.finetune.adapter.layer_programs import wanted_program
-from windrow_sidecar.finetune.colocated.grants import DEFAULT_BOUND_US, GrantGate
-from windrow_sidecar.finetune.colocated.slot_device import SlotDevice, in_time_only
+from windrow_sidecar.finetune.colocated.pace import RowsOfPace, Shared, TaskletPace
+from windrow_sidecar.finetune.colocated.slot_device import in_time_only
 from windrow_sidecar.finetune.data.split import DataSplit
-from windrow_sidecar.finetune.engine.sizing import (
-    Estimates,
-    Paced,
-    micro_batches_a_visit,
-    most_that_fit,
-)
 from windrow_sidecar.finetune.engine.suspension import Suspension
 from windrow_sidecar.finetune.job.assembly import (
     JobSpec,
@@ -21,34 +15,15 @@ from windrow_sidecar.finetune.job.assembly import (
     TrainingSession,
     open_session,
 )
+from windrow_sidecar.finetune.job.joint_turns import why_apart
 from windrow_sidecar.finetune.job.ledger import JobState
-from windrow_sidecar.finetune.memory.allocated import AllocatedMemory, Loaded, Residents
-from windrow_sidecar.finetune.memory.boundaries import LentBoundaries, TenantBoundaries
+from windrow_sidecar.finetune.memory.allocated import AllocatedMemory, Loaded
+from windrow_sidecar.finetune.memory.boundaries import TenantBoundaries
 from windrow_sidecar.finetune.memory.lent import LentMemory
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.loading import BaseModel
-from windrow_sidecar.finetune.tasklets import MicroLimits
+from windrow_sidecar.finetune.recompute.activation_budget import ActivationBudget
 from windrow_sidecar.finetune.training.health import ATTACHING, READING
-from windrow_sidecar.qos.view import Grant, Phase
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """State that the jobs of one worker share.
-
-    Attributes:
-        gate: decode's grants.
-        estimates: of tasklets; they are those of one base, which takes nearly all of their time.
-        slot_device: what the slot's device is for this process.
-        lent: decode's chunks for boundary activations.
-        residents: layers of the base, where they take turns.
-    """
-
-    gate: GrantGate
-    estimates: Estimates
-    slot_device: SlotDevice
-    lent: LentBoundaries
-    residents: Residents | None
 
 
 class JobContext:
@@ -75,21 +50,24 @@ class JobContext:
         rows: DataSplit | None = None,
     ) -> None:
         self._shared, self.job_state = shared, job_state
-        self.wanted_chunks, self._frozen = 0, base.frozen
-        self._sized: Paced | None = None
-        self._sized_for: Grant | None = None
+        rows_of_pace = RowsOfPace(
+            windows=lambda: not self.session.stream.parts.stack.windows_refused,
+            micro_batch_tokens=lambda tokens: self.session.micro_batch_tokens(tokens),
+            longest=lambda: self.session.longest_row,
+            most=job.spec.training.batch_size,
+        )
+        self._pace = TaskletPace(shared, rows_of_pace, base.frozen)
         slot_device = shared.slot_device
         suspension = Suspension(shared.gate, job_state.stall, self._give_up)
         self._boundaries = TenantBoundaries(shared.lent)
-        self._room: LentBoundaries | AllocatedMemory = slot_device.memory or shared.lent
         with job_state.stall.during(READING if rows is None else ATTACHING):
             self.session: TrainingSession = open_session(
                 job,
                 base,
                 TaskletRuntime(
                     TorchBoundaries() if slot_device.memory else self._boundaries,
-                    self._limits,
-                    sizing=self._sizing,
+                    self._pace.limits,
+                    sizing=self._pace.sizing,
                     windows=True,
                     between=suspension.point,
                     device=slot_device.device,
@@ -99,6 +77,7 @@ class JobContext:
                 rows=rows,
                 alive=job_state.stall.renew,
             )
+        self._apart = why_apart(self.session, base)
         self.memory = self._memory()
         if slot_device.memory is not None:
             sharing = slot_device.sharing
@@ -111,6 +90,26 @@ class JobContext:
     def has_turn(self) -> bool:
         """True where the slot's memory is this job's; one that has it alone always has it."""
         return self._shared.slot_device.memory is not None or self._boundaries.is_tenant
+
+    @property
+    def apart(self) -> str:
+        """Reason why its rows cannot pass beside those of other jobs; "": they can."""
+        return self._apart
+
+    @property
+    def wanted_chunks(self) -> int:
+        """Chunks that its groups want, the most so far."""
+        return self._pace.wanted_chunks
+
+    @property
+    def activation_budget(self) -> ActivationBudget:
+        """Bytes that its groups take."""
+        return self.session.activation_budget
+
+    @property
+    def depth(self) -> int:
+        """Layers of the model."""
+        return self.session.stream.parts.stack.depth
 
     @property
     def tokens_done(self) -> int:
@@ -128,39 +127,6 @@ class JobContext:
             stream,
             self.session.activation_budget,
         )
-
-    def _limits(self) -> MicroLimits:
-        """Return as many rows as keep a layer's backward within the bound and fit what is lent."""
-        tokens = self._sizing().tokens(Phase.BACKWARD)
-        of_each = self.session.micro_batch_tokens(tokens)
-        most = self.session.job.spec.training.batch_size
-        together = micro_batches_a_visit(self._frozen, self._shared.estimates, of_each, most)
-        wanted = self._room.chunks_for(max(of_each, self.session.longest_row), together)
-        # Never less than before: a wish that trembles would move chunks to and fro.
-        self.wanted_chunks = max(wanted, self.wanted_chunks)
-        lent = self._shared.lent
-        lent.wanted_by_groups = max(lent.wanted_by_groups, self.wanted_chunks)
-        together = most_that_fit(together, of_each, self._room.capacity_tokens)
-        return MicroLimits(min(tokens, self._room.capacity_tokens(together)), together)
-
-    def _sizing(self) -> Paced:
-        """Return the sizes for the newest grant's time; one object until that changes."""
-        grant = self._shared.gate.latest()
-        windows = not self.session.stream.parts.stack.windows_refused
-        if self._sized is not None and self._sized_for is grant and self._sized.windows == windows:
-            return self._sized
-        bound_us = grant.in_flight_bound_us or DEFAULT_BOUND_US
-        queues = self._shared.slot_device.device.queues
-        if queues:
-            bound_us //= 2  # while one runs, the next is queued behind it
-        if grant.budget_us:
-            bound_us = min(bound_us, grant.budget_us)
-        units = grant.finetune_units
-        self._sized_for = grant
-        self._sized = Paced(
-            self._shared.estimates, bound_us, units, windows, grant.window_tokens, queues=queues
-        )
-        return self._sized
 
     def _give_up(self) -> bool:
         """Return whether a layer that is held up in its middle should be given up."""

@@ -34,8 +34,10 @@ from windrow_sidecar.finetune.data.remote import Credentials
 from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
 from windrow_sidecar.finetune.job.bucket import open_folder
 from windrow_sidecar.finetune.job.failures import failure
+from windrow_sidecar.finetune.job.job_handle import JobHandle
+from windrow_sidecar.finetune.job.joint_turns import JointTurns
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
-from windrow_sidecar.finetune.job.multiplexer import Arrival, JobHandle, JobMultiplexer, worst
+from windrow_sidecar.finetune.job.multiplexer import Arrival, JobMultiplexer, worst
 from windrow_sidecar.finetune.job.runner import Runner
 from windrow_sidecar.finetune.job.tracking import services_of
 from windrow_sidecar.finetune.training.checkpoint import Checkpoint, JobFolder
@@ -109,7 +111,7 @@ class WorkerJobs:
         """Run them to their ends; returns the worst of these (see `worst`)."""
         with self._until_told:
             try:
-                JobMultiplexer(arrivals=self._arrival).run()
+                JobMultiplexer(arrivals=self._arrival, joint=self._join_rows).run()
             except Exception as error:
                 # The edge of the process: whatever went wrong, the agent hears of it.
                 self._logs.about("")
@@ -145,6 +147,10 @@ class WorkerJobs:
         stopped = WorkerEvent("STOPPED", Reason.STOPPED, f"{self._stop_asked}; {NOT_BEGUN}")
         self._give_up_loading((stopped, Ending.STOPPED))
         return None
+
+    def _join_rows(self) -> JointTurns:
+        assert self._slot is not None
+        return self._slot.join_rows()
 
     def _next_order(self) -> JobOrder | None:
         try:
@@ -304,6 +310,8 @@ class WorkerJobs:
             failed=lambda error: self._fell(pending, ledger, folder, error),
             ended=lambda ending: self._left(slot, context, pending, ending),
             acts=self._turn_of(pending),
+            apart=context.apart,
+            activation_budget=context.activation_budget,
         )
 
     def _turn_of(self, pending: PendingJob) -> Callable[[], None]:

@@ -18,13 +18,16 @@ from windrow_sidecar._core import Arena, AttachError, DriverUnavailable
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.finetune.colocated.grants import GrantGate, GrantPace, OfferFacts
-from windrow_sidecar.finetune.colocated.job_context import JobContext, Shared
+from windrow_sidecar.finetune.colocated.job_context import JobContext
+from windrow_sidecar.finetune.colocated.joint_context import JointContext
+from windrow_sidecar.finetune.colocated.pace import Shared
 from windrow_sidecar.finetune.colocated.slot_device import SlotDevice, slot_device
 from windrow_sidecar.finetune.data.confined_models import check_model
 from windrow_sidecar.finetune.data.readers import RowsWanted
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.engine.sizing import Estimates
 from windrow_sidecar.finetune.job.assembly import JobSpec, rows_wanted
+from windrow_sidecar.finetune.job.joint_turns import JointTurns
 from windrow_sidecar.finetune.job.ledger import JobState
 from windrow_sidecar.finetune.memory.allocated import AllocatedMemory, Residents
 from windrow_sidecar.finetune.memory.boundaries import LentBoundaries
@@ -68,6 +71,7 @@ class WorkerSlot:
         self._residents: Residents | None = None
         self._lent: LentBoundaries | None = None
         self._contexts: list[JobContext] = []
+        self._joint: JointContext | None = None
         self._tokens_of_left = 0
         self._wanted_for_loading = 0
         self._offers = True
@@ -126,6 +130,20 @@ class WorkerSlot:
         self._step_aside()
         try:
             return self._context(job, shallow_clone(self._base), job_state, rows)
+        finally:
+            self._offers = True
+
+    def join_rows(self) -> JointTurns:
+        """Return what runs jobs whose rows pass together; decode has all of the device meanwhile.
+
+        Nothing of any job may be in the lent chunks. One that was returned before has ended.
+        """
+        assert self._base is not None
+        self._step_aside()
+        try:
+            base = shallow_clone(self._base)
+            self._joint = JointContext(base, self._shared(), lambda: self._contexts)
+            return self._joint.turns
         finally:
             self._offers = True
 
@@ -208,11 +226,13 @@ class WorkerSlot:
     def _context(
         self, job: JobSpec, base: BaseModel, job_state: JobState, rows: DataSplit | None = None
     ) -> JobContext:
-        assert self._lent is not None
-        shared = Shared(self.gate, self.estimates, self._slot_device, self._lent, self._residents)
-        context = JobContext(job, base, shared, job_state, rows)
+        context = JobContext(job, base, self._shared(), job_state, rows)
         self._contexts.append(context)
         return context
+
+    def _shared(self) -> Shared:
+        assert self._lent is not None
+        return Shared(self.gate, self.estimates, self._slot_device, self._lent, self._residents)
 
     def _await_memory(self, memory: AllocatedMemory, job_state: JobState) -> None:
         """Ask for all that decode lends, so that loading finds room, until no more comes."""
@@ -234,9 +254,14 @@ class WorkerSlot:
         held = room.held_chunks if room else 0
         wanted = 0 if self._contexts else self._wanted_for_loading
         done = self._tokens_of_left
-        present: JobContext | None = None
+        joint = self._joint if self._joint is not None and self._joint.turns.jobs else None
+        joint_turn = joint is not None and joint.has_turn
+        present: JobContext | JointContext | None = joint if joint_turn else None
+        wanted = max(wanted, joint.wanted_chunks if joint else 0)
         for context in self._contexts:
-            has_turn = context.has_turn
+            has_turn = context.has_turn or (
+                joint is not None and joint_turn and joint.carries(context)
+            )
             context.job_state.held_chunks = held if has_turn else 0
             # The largest wish of all: chunks must not move to and fro with every turn.
             wanted = max(wanted, context.wanted_chunks)
@@ -247,7 +272,7 @@ class WorkerSlot:
             wanted += self._lent.wanted_by_layers
         if present is None:
             return OfferFacts(self._epoch, wanted, held, done)
-        session, budget = present.session, present.session.activation_budget
+        budget = present.activation_budget
         return OfferFacts(
             self._epoch,
             wanted,
@@ -256,7 +281,7 @@ class WorkerSlot:
             present.memory.is_starving,
             budget.held_bytes_per_token,
             budget.window_bytes_per_token,
-            self._residents.layers if self._residents else session.stream.parts.stack.depth,
+            self._residents.layers if self._residents else present.depth,
         )
 
 

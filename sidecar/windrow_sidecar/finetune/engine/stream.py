@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from windrow_sidecar.finetune.data.split import BatchPlan, DataSplit
 from windrow_sidecar.finetune.engine.group_progress import GroupProgress
@@ -107,6 +107,11 @@ class TaskletStream:
     def position(self) -> Position:
         """Position after the last committed micro-batch."""
         return self._stages.position
+
+    @property
+    def learns(self) -> dict[str, nn.Parameter]:
+        """The parameters that the job trains, by name; [...] each."""
+        return self._optimizer.parameters
 
     @property
     def stage(self) -> JobStage:

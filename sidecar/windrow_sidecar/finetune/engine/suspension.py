@@ -8,13 +8,13 @@ of its head. A wait changes no value.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from windrow_sidecar.finetune.model.coded import weight_elements
-from windrow_sidecar.finetune.training.health import StallWatch
 
 # What an adapter adds to three products must not part them from one of their size.
 HARDLY_LARGER = 1.25
@@ -34,6 +34,13 @@ class Holding(Protocol):
         """Say that nothing runs and wait until it may go on; False: it is given up."""
 
 
+class Watch(Protocol):
+    """Watch over work that does not end (see `health.StallWatch`)."""
+
+    def held(self) -> AbstractContextManager[None]:
+        """Exclude the time in which running work waits for decode."""
+
+
 class Suspension:
     """Ask between the modules of a layer whether it may go on, and wait or abort.
 
@@ -44,7 +51,7 @@ class Suspension:
             or the end of the job.
     """
 
-    def __init__(self, gate: Holding, stall: StallWatch, give_up: Callable[[], bool]) -> None:
+    def __init__(self, gate: Holding, stall: Watch, give_up: Callable[[], bool]) -> None:
         self._gate, self._stall, self._give_up = gate, stall, give_up
 
     def point(self, *_: object) -> None:

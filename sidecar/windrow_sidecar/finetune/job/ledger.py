@@ -188,9 +188,9 @@ class Ledger:
         self._started(Reason.RESUMED, f"from step {found.position.step}, {found.path}{moved}")
         return True
 
-    def ran(self, ran: Ran) -> None:
-        """Note a tasklet."""
-        self._job_state.busy_ns += ran.end_ns - ran.begin_ns
+    def ran(self, ran: Ran, share: float = 1.0) -> None:
+        """Note a tasklet; `share`: of its time, where it was not this job's alone."""
+        self._job_state.busy_ns += round(share * (ran.end_ns - ran.begin_ns))
         self._events.append(tasklet_event(self._session, ran))
 
     def came(self, outcome: Outcome) -> None:

@@ -1,8 +1,9 @@
-"""Run several jobs over one base model in one worker, in turns (FineInfer's multiplexing).
+"""Run several jobs over one base model in one worker: joined where they can be, else in turns.
 
-A turn begins and ends at tasklet boundaries: between two groups of micro-batches while both jobs
-may run, or wherever the present job  ends or gets a command to pause. What the one job has on the
-device goes to the host, the other's comes back.
+Joined jobs pass their rows in the same tasklets and have their turns together (`joint_turns`); any
+other has turns of its own (FineInfer's multiplexing). A turn begins and ends at tasklet boundaries:
+between two groups of micro-batches while both may run, or wherever the present job ends or gets a
+command to pause. What the one has on the device goes to the host, the other's comes back.
 
 The assigner of jobs may rely on this: every job keeps its own stream, position, folder, reporter,
 ending and commands, so each can be paused, checkpointed, stopped and fenced alone; one that fails
@@ -15,51 +16,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from windrow.protocol import Ending
-from windrow_sidecar.finetune.engine.stream import TaskletStream
-from windrow_sidecar.finetune.job.runner import Runner
-from windrow_sidecar.finetune.memory.training_memory import TrainingMemory
+from windrow_sidecar.finetune.job.job_handle import JobHandle, JobShare
+from windrow_sidecar.finetune.job.joint_turns import JointTurns
 from windrow_sidecar.heap import settle_heap
 
 log = logging.getLogger(__name__)
 
-
-def _nothing() -> None:
-    pass
-
-
-@dataclass(eq=False, slots=True)
-class JobHandle:
-    """One job of a multiplexer.
-
-    Attributes:
-        name: for logs.
-        stream, memory, runner: its own.
-        failed: tells its reporter of an error; returns what that means for the job.
-        ended: called once with its ending; lets go of what the job holds.
-        weight: of its share.
-        head_start: tokens that count as had already.
-        acts: called before it does anything.
-    """
-
-    name: str
-    stream: TaskletStream
-    memory: TrainingMemory
-    runner: Runner
-    failed: Callable[[Exception], Ending]
-    ended: Callable[[Ending], None]
-    weight: float = 1.0
-    head_start: int = 0
-    acts: Callable[[], None] = _nothing
-
-    def share(self) -> JobShare:
-        """Return the share as the scheduler sees it."""
-        may_run = not self.runner.told_to_pause
-        return JobShare(self.head_start + self.stream.tokens_seen, self.weight, may_run)
-
-
+# What has the device for a turn.
+Occupant = JobHandle | JointTurns
 Arrival = Callable[[], JobHandle | None]  # makes a job join; None: it has ended, as has been told
 
 
@@ -75,6 +41,8 @@ class JobMultiplexer:
         arrivals: returns the next job that can join now, None where there is none. It may wait
             while there is no job to run.
         clock: monotonic seconds.
+        joint: makes what runs joined jobs, called when nothing of any job is on the device; None:
+            none are joined.
     """
 
     def __init__(
@@ -83,10 +51,14 @@ class JobMultiplexer:
         *,
         arrivals: Callable[[], Arrival | None] = _nobody,
         clock: Callable[[], float] = time.monotonic,
+        joint: Callable[[], JointTurns] | None = None,
     ) -> None:
         self._live, self._arrivals, self._clock = list(jobs), arrivals, clock
-        self._now: JobHandle | None = None
-        self._starved: set[JobHandle] = set()  # held up for memory since another had a turn
+        self._make_joint = joint
+        self._joint: JointTurns | None = None
+        self._told: dict[JobHandle, int] = {}  # with how many others each is joined
+        self._now: Occupant | None = None
+        self._starved: set[Occupant] = set()  # held up for memory since another had a turn
         self._turn_began_s = self._switch_s = 0.0
 
     def run(self) -> None:
@@ -98,11 +70,74 @@ class JobMultiplexer:
             # Those that wait hear of signals and commands as soon as the one that runs.
             for job in tuple(self._live):
                 self._act(job, job.runner.obey)
+            self._join()
             if (chosen := self._whose_turn()) is not None:
-                self._act(chosen, chosen.runner.turn)
-                if not self._gives_way(chosen):
-                    self._act(chosen, chosen.runner.wait)
+                self._turn(chosen)
             self._admit()
+
+    def _turn(self, chosen: Occupant) -> None:
+        """Let a job, or those that are joined, run a tasklet, or wait where none may run."""
+        if isinstance(chosen, JointTurns):
+            for act in (chosen.turn, chosen.wait):
+                for job, of_job in act():
+                    self._act(job, of_job)
+                if self._gives_way(chosen):
+                    return
+            return
+        self._act(chosen, chosen.runner.turn)
+        if not self._gives_way(chosen):
+            self._act(chosen, chosen.runner.wait)
+
+    def _join(self) -> None:
+        """Have the jobs pass their rows together that can, where there are two or more."""
+        if self._make_joint is None:
+            return
+        were = list(self._joint.jobs) if self._joint else []
+        if self._joint is not None and self._joint.broken:
+            self._make_joint, can = None, []
+        else:
+            can = [job for job in self._live if not job.apart]
+        together = can if len(can) > 1 else []
+        if together != were:
+            self._form(were, together)
+        self._tell_joined()
+
+    def _form(self, were: Sequence[JobHandle], together: Sequence[JobHandle]) -> None:
+        """Have other jobs than before be joined; none: each has turns of its own."""
+        self._leave()
+        if self._joint is None and self._make_joint is not None:
+            self._joint = self._make_joint()
+        assert self._joint is not None
+        self._joint.memory.restore()
+        for job in were:
+            if job not in together:
+                self._joint.leave(job)
+                job.memory.offload()
+        for job in together:
+            if job not in were:
+                job.memory.restore()
+                self._joint.join(job)
+        self._joint.memory.restore()
+        self._now = self._joint
+        if not together:
+            self._leave()
+            self._joint = None
+
+    def _tell_joined(self) -> None:
+        """Say in each job's log how its rows pass, where that has changed; no other is named."""
+        together = self._joint.jobs if self._joint is not None else []
+        more = len(together) - 1
+        said = {job: more if job in together else 0 for job in self._live}
+        for job, others in said.items():
+            if len(self._live) < 2 or self._told.get(job) == others:
+                continue
+            job.acts()
+            if others:
+                how = f"pass in the same tasklets as those of {others} more"
+            else:
+                how = f"have turns of their own: {job.apart or 'no other job can be joined'}"
+            log.info("rows of %s %s", job.name, how)
+        self._told = said
 
     def _admit(self) -> None:
         """Take those that have come; nobody is on the device while they are attached."""
@@ -118,40 +153,48 @@ class JobMultiplexer:
         if job in self._live:
             job.memory.offload()
 
-    def _whose_turn(self) -> JobHandle | None:
-        """Return the job to run now, at home on the device; None: none is left."""
+    def _whose_turn(self) -> Occupant | None:
+        """Return the job, or the joined ones, to run now, at home on the device.
+
+        None: none is left.
+        """
         if not self._live:
             return None
         if not self._may_switch():
             return self._now
         if self._now not in self._starved:
             self._starved.clear()
-        able = [job for job in self._live if job not in self._starved] or self._live
+        able = [job for job in self._live if self._carrier(job) not in self._starved] or self._live
         at = next_turn([job.share() for job in able])
         # Where all are told to pause, one of them waits for all.
-        chosen = able[at or 0]
+        chosen = self._carrier(able[at or 0])
         if chosen is not self._now:
             self._switch(chosen)
         return chosen
 
+    def _carrier(self, job: JobHandle) -> Occupant:
+        """Return what runs the job's tasklets: the joined jobs, where it is one of them."""
+        return self._joint if self._joint is not None and job in self._joint.jobs else job
+
     def _may_switch(self) -> bool:
         now = self._now
-        if now is None or now.runner.told_to_pause or now in self._starved:
+        if now is None or now.told_to_pause or now in self._starved:
             return True
         lasted_s = self._clock() - self._turn_began_s
         return now.stream.between_micro_batches and turn_is_over(lasted_s, self._switch_s)
 
-    def _gives_way(self, job: JobHandle) -> bool:
-        """Return whether `job` was held up for memory and must give way to another job."""
-        if job not in self._live or not job.runner.starving:
+    def _gives_way(self, to: Occupant) -> bool:
+        """Return whether `to` was held up for memory and must give way to another job."""
+        if not (to is self._joint or to in self._live) or not to.starving:
             return False
-        self._starved.add(job)
-        if any(one.share().may_run for one in self._live if one not in self._starved):
+        self._starved.add(to)
+        others = [one for one in self._live if self._carrier(one) not in self._starved]
+        if any(one.share().may_run for one in others):
             return True
         self._starved.clear()
         return False
 
-    def _switch(self, to: JobHandle) -> None:
+    def _switch(self, to: Occupant) -> None:
         began_s = self._clock()
         self._leave()
         to.acts()
@@ -178,6 +221,8 @@ class JobMultiplexer:
         if ending is not None:
             self._live.remove(job)
             self._starved.discard(job)
+            if self._joint is not None and job in self._joint.jobs:
+                self._joint.leave(job)
             self._now = None if self._now is job else self._now
             job.memory.release()
             job.ended(ending)
@@ -200,21 +245,6 @@ def worst(endings: Iterable[Ending]) -> Ending:
 
 # A turn lasts so many times as long as the switch that began it took: switching costs 5% at most.
 TURN_PER_SWITCH = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class JobShare:
-    """A job's share of the worker, as the choice of the next turn needs it.
-
-    Attributes:
-        tokens: that it has had so far in this worker, evaluations included.
-        weight: of its share; 1 is usual.
-        may_run: nothing holds it back but the device.
-    """
-
-    tokens: int
-    weight: float = 1.0
-    may_run: bool = True
 
 
 def next_turn(jobs: Sequence[JobShare]) -> int | None:

@@ -7,14 +7,16 @@ from collections.abc import Callable
 
 from windrow.conditions import Reason
 from windrow.protocol import Ending, WorkerEvent
+from windrow_sidecar.finetune.engine.stages import Outcome
 from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.engine.suspension import BrokenOff
 from windrow_sidecar.finetune.job.gate import Gate
+from windrow_sidecar.finetune.job.in_flight import Ran
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
 from windrow_sidecar.finetune.job.report import JobReporter
 from windrow_sidecar.finetune.memory.training_memory import TrainingMemory
 from windrow_sidecar.finetune.tasklets import Tasklet
-from windrow_sidecar.finetune.training.health import LAST_CHECKPOINT, VERIFYING
+from windrow_sidecar.finetune.training.health import LAST_CHECKPOINT, VERIFYING, StallWatch
 from windrow_sidecar.heap import settle_heap
 
 # A wait that is shorter is ordinary sharing, not worth an event for people.
@@ -57,6 +59,11 @@ class Runner:
         self._said_paused = False
 
     @property
+    def stall(self) -> StallWatch:
+        """Watch over the job's work that does not end."""
+        return self._job_state.stall
+
+    @property
     def told_to_pause(self) -> bool:
         """True where a command holds this job back."""
         return self._told_to_pause
@@ -95,13 +102,13 @@ class Runner:
         """Run the next tasklet if it may run; an ending where there is none (see `wait`)."""
         self._held_up, self._starving = None, False
         if (tasklet := self._stream.peek()) is None:
-            return self._succeed()
+            return self.succeed()
         self._memory.settle()
         tasklet = self._stream.peek() or tasklet
         if not self._may_run(tasklet):
             self._held_up = tasklet
             return None
-        self._resumed()
+        self.resumed()
         self._job_state.stall.begin_tasklet(self._expected_s(tasklet))
         try:
             outcome = self._stream.run(tasklet)
@@ -122,6 +129,18 @@ class Runner:
     def _note_ran(self) -> None:
         for ran in self._gate.take_ran():
             self._ledger.ran(ran)
+
+    def took_part(self, ran: Ran, share: float) -> None:
+        """Note this job's part of a tasklet that was joint; `share`: of its time."""
+        self._ledger.ran(ran, share)
+
+    def came(self, outcome: Outcome) -> None:
+        """Note the end of a step or of an evaluation whose tasklets others have run.
+
+        Raises:
+            Unhealthy, Fenced: see `Ledger.came`.
+        """
+        self._ledger.came(outcome)
 
     def wait(self) -> Ending | None:
         """Tell decode where the last turn was held up, and sleep until it is worth asking."""
@@ -146,10 +165,15 @@ class Runner:
             else:
                 self._told_to_pause = command == "PAUSE"
         if self._told_to_pause:
-            self._say_if_long()  # among others it gets no turn in which it would wait
+            self.say_if_long()  # among others it gets no turn in which it would wait
         return None
 
-    def _succeed(self) -> Ending:
+    def succeed(self) -> Ending:
+        """End the job, whose stream has no tasklet left.
+
+        Raises:
+            Fenced, OSError: see `Ledger.succeeded`.
+        """
         self._gate.quiet(None)
         self._note_ran()
         with self._job_state.stall.during(LAST_CHECKPOINT):
@@ -187,18 +211,24 @@ class Runner:
             return self._ledger.checkpoint()
 
     def _wait(self, tasklet: Tasklet) -> Ending | None:
-        if self._say_if_long() > SET_ASIDE_AFTER_S:
+        if self.say_if_long() > SET_ASIDE_AFTER_S:
             self._memory.offload()
         self._gate.quiet(tasklet)
         self._note_ran()
         self._gate.wait()
-        if not self._gate.decode_gone():
-            return None
+        return self.lost_decode() if self._gate.decode_gone() else None
+
+    def lost_decode(self) -> Ending:
+        """End the job at a checkpoint: the decode process has ended.
+
+        Raises:
+            Fenced, OSError: the checkpoint was not written.
+        """
         detail = f"the decode process has ended; {self._last_checkpoint()}"
         self._reporter.event(WorkerEvent("STOPPED", Reason.SLOT_LOST, detail))
         return Ending.DECODE_GONE
 
-    def _say_if_long(self) -> float:
+    def say_if_long(self) -> float:
         """Tell of a pause once it is worth it; returns for how long it has lasted, seconds."""
         now = self._clock()
         if self._waiting_since is None:
@@ -210,7 +240,8 @@ class Runner:
             self._reporter.event(WorkerEvent("PAUSED", Reason.PAUSED, why))
         return waited_s
 
-    def _resumed(self) -> None:
+    def resumed(self) -> None:
+        """Note that a tasklet of the job may run."""
         if self._said_paused and self._waiting_since is not None:
             waited = self._clock() - self._waiting_since
             self._reporter.event(WorkerEvent("RESUMED", Reason.RESUMED, f"after {waited:.1f} s"))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from windrow.errors import Transient
 from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.finetune.engine.joint_stream import JointStream
 from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.memory.training_memory import replan_if_short
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
@@ -84,7 +85,7 @@ class Residents:
 class Loaded:
     """A loaded job, with what its memory asks about it."""
 
-    stream: TaskletStream
+    stream: TaskletStream | JointStream
     activation_budget: ActivationBudget
     residents: Residents | None = None  # where layers take turns
 

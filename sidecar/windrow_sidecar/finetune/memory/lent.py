@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from windrow_sidecar.compute.host_device import available_bytes
+from windrow_sidecar.finetune.engine.joint_stream import JointStream
 from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.memory.boundaries import LentBoundaries, TenantBoundaries
 from windrow_sidecar.finetune.memory.training_memory import replan_if_short
@@ -32,7 +33,7 @@ class LentMemory:
         self,
         lent: LentBoundaries,
         boundaries: TenantBoundaries,
-        stream: TaskletStream,
+        stream: TaskletStream | JointStream,
         activation_budget: ActivationBudget,
         *,
         free_bytes: Callable[[], int] = available_bytes,

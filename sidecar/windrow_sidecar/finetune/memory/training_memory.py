@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from windrow_sidecar.compute.host_device import available_bytes
+from windrow_sidecar.finetune.engine.joint_stream import JointStream
 from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.offload.job_state import Home, JobOffload
 from windrow_sidecar.finetune.recompute.activation_budget import ActivationBudget
@@ -34,7 +35,9 @@ class TrainingMemory(Protocol):
         """Drop the micro-batch on its way and give everything back."""
 
 
-def replan_if_short(stream: TaskletStream, activation_budget: ActivationBudget) -> None:
+def replan_if_short(
+    stream: TaskletStream | JointStream, activation_budget: ActivationBudget
+) -> None:
     """Form a group again that has not begun and does not fit any more."""
     tokens = stream.tokens_to_begin
     if tokens and not activation_budget.fits(tokens):
@@ -52,7 +55,7 @@ class OwnMemory:
 
     def __init__(
         self,
-        stream: TaskletStream,
+        stream: TaskletStream | JointStream,
         home: Home | None = None,
         activation_budget: ActivationBudget | None = None,
     ) -> None:

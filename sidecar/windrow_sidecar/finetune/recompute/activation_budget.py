@@ -104,6 +104,21 @@ class ActivationBudget:
         self._memory_model = replace(first, state_bytes=_GRADIENTS * needs.adapter_bytes)
 
     @property
+    def memory_model(self) -> MemoryModel:
+        """Prediction of what a group takes."""
+        return self._memory_model
+
+    @property
+    def boundary_bytes_per_token(self) -> int:
+        """Bytes a token of the activation between two layers."""
+        return self._boundary
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, or of the rows that stay together."""
+        return self._longest
+
+    @property
     def held_bytes_per_token(self) -> int:
         """Bytes a token that a layer holds from its run up on whole rows to its run back."""
         whole, budget = self._memory_model.graph, self._planned.bytes_per_token

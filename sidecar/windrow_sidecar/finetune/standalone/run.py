@@ -23,16 +23,32 @@ from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
 from windrow_sidecar.finetune.job.bucket import open_own_folder
 from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.job.gate import OpenGate
+from windrow_sidecar.finetune.job.job_handle import JobHandle
+from windrow_sidecar.finetune.job.joint_turns import (
+    JointRuntime,
+    JointTurns,
+    JointWatch,
+    open_joint,
+    why_apart,
+)
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
-from windrow_sidecar.finetune.job.multiplexer import JobHandle, JobMultiplexer, worst
+from windrow_sidecar.finetune.job.multiplexer import JobMultiplexer, worst
 from windrow_sidecar.finetune.job.runner import Runner
 from windrow_sidecar.finetune.job.tracking import services_of
 from windrow_sidecar.finetune.memory.training_memory import OwnMemory
+from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.model.precision import WeightForm
 from windrow_sidecar.finetune.model.shallow_clone import check_shared, shallow_clone
-from windrow_sidecar.finetune.standalone.dedicated import base_of, event_log, open_alone, take_units
+from windrow_sidecar.finetune.standalone.dedicated import (
+    MICRO_BATCH_TOKENS,
+    base_of,
+    event_log,
+    open_alone,
+    take_units,
+)
 from windrow_sidecar.finetune.standalone.json_lines import LineReporter, Lines
+from windrow_sidecar.finetune.tasklets import MicroLimits
 from windrow_sidecar.finetune.training.checkpoint import JobFolder
 from windrow_sidecar.finetune.training.health import (
     LOADING,
@@ -110,6 +126,7 @@ class JobGroup:
         self._lines = Lines.to_standard_output(lambda: self._stop("nobody reads its output"))
         self._standings = [JobState() for _ in jobs]
         self._endings: dict[int, Ending] = {}
+        self._own_base: BaseModel | None = None
 
     def run(self) -> Ending:
         """Run all to their ends; returns the worst of them (see `worst`)."""
@@ -129,7 +146,7 @@ class JobGroup:
                     self._endings[n] = Ending.STOPPED
                 job_handle = []
             if job_handle:
-                multiplexer = JobMultiplexer(job_handle)
+                multiplexer = JobMultiplexer(job_handle, joint=self._join_rows)
                 del job_handle  # what a job holds goes with its end
                 multiplexer.run()
         return worst(self._endings.values())
@@ -152,6 +169,7 @@ class JobGroup:
                 with stall.during(LOADING, LOADING_AFTER_S):
                     base = base or self._base()
                     own = shallow_clone(base) if len(self._jobs) > 1 else base
+                    self._own_base = base
                 job_handle.append(self._job_handle(n, job, own, reporter, events))
             except Exception as error:
                 # The edge of a job: the others run without it.
@@ -200,7 +218,18 @@ class JobGroup:
             ),
             failed=lambda error: self._failed(n, reporter, error, ledger, folder),
             ended=lambda ending: self._endings.update({n: ending}),
+            apart=why_apart(session, base),
+            activation_budget=session.activation_budget,
         )
+
+    def _join_rows(self) -> JointTurns:
+        """Return what runs jobs whose rows pass together."""
+        assert self._own_base is not None
+        tokens = MICRO_BATCH_TOKENS[self._device.torch.type]
+        runtime = JointRuntime(TorchBoundaries(), lambda: MicroLimits(tokens), self._device)
+        stream, budget = open_joint(shallow_clone(self._own_base), runtime)
+        memory = OwnMemory(stream, activation_budget=budget)
+        return JointTurns(stream, memory, budget, self._gate, JointWatch())
 
     def _failed(
         self,

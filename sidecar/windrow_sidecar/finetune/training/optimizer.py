@@ -76,6 +76,11 @@ class AdapterOptimizer:
         self._collect(torch.float32)
 
     @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that it changes, by name; [...] each."""
+        return dict(self._named())
+
+    @property
     def device(self) -> torch.device:
         """Device on which the adapter is now."""
         return self._parameters[0].device

@@ -1,0 +1,118 @@
+"""Choose the sizes of tasklets and micro-batches for decode's newest grant and what it lends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from windrow_sidecar.finetune.colocated.grants import DEFAULT_BOUND_US, GrantGate
+from windrow_sidecar.finetune.colocated.slot_device import SlotDevice
+from windrow_sidecar.finetune.engine.sizing import (
+    Estimates,
+    Paced,
+    micro_batches_a_visit,
+    most_that_fit,
+)
+from windrow_sidecar.finetune.memory.allocated import AllocatedMemory, Residents
+from windrow_sidecar.finetune.memory.boundaries import LentBoundaries
+from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
+from windrow_sidecar.finetune.tasklets import MicroLimits
+from windrow_sidecar.qos.view import Grant, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """State that the jobs of one worker share.
+
+    Attributes:
+        gate: decode's grants.
+        estimates: of tasklets; they are those of one base, which takes nearly all of their time.
+        slot_device: what the slot's device is for this process.
+        lent: decode's chunks for boundary activations.
+        residents: layers of the base, where they take turns.
+    """
+
+    gate: GrantGate
+    estimates: Estimates
+    slot_device: SlotDevice
+    lent: LentBoundaries
+    residents: Residents | None
+
+    @property
+    def room(self) -> LentBoundaries | AllocatedMemory:
+        """Memory that groups lie in."""
+        return self.slot_device.memory or self.lent
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOfPace:
+    """Facts that the sizes depend on besides the grant.
+
+    Attributes:
+        windows: whether rows may be cut.
+        micro_batch_tokens: padded tokens of a micro-batch that may have at most so many: rows may
+            be too few.
+        longest: tokens of the longest row.
+        most: micro-batches of a step.
+    """
+
+    windows: Callable[[], bool]
+    micro_batch_tokens: Callable[[int], int]
+    longest: Callable[[], int]
+    most: int
+
+
+class TaskletPace:
+    """Sizes of the tasklets of a job, or of joined ones.
+
+    Args:
+        shared: by the jobs of the worker.
+        rows: whose sizes.
+        frozen: layers that take turns in memory; None: they do not.
+
+    Attributes:
+        wanted_chunks: chunks that the groups want, the most so far.
+    """
+
+    def __init__(
+        self, shared: Shared, rows: RowsOfPace, frozen: FrozenLayers | None = None
+    ) -> None:
+        self._shared, self._rows, self._frozen = shared, rows, frozen
+        self.wanted_chunks = 0
+        self._sized: Paced | None = None
+        self._sized_for: Grant | None = None
+
+    def limits(self) -> MicroLimits:
+        """Return as many rows as keep a layer's backward within the bound and fit what is lent."""
+        room = self._shared.room
+        tokens = self.sizing().tokens(Phase.BACKWARD)
+        of_each = self._rows.micro_batch_tokens(tokens)
+        together = micro_batches_a_visit(
+            self._frozen, self._shared.estimates, of_each, self._rows.most
+        )
+        wanted = room.chunks_for(max(of_each, self._rows.longest()), together)
+        # Never less than before: a wish that trembles would move chunks to and fro.
+        self.wanted_chunks = max(wanted, self.wanted_chunks)
+        lent = self._shared.lent
+        lent.wanted_by_groups = max(lent.wanted_by_groups, self.wanted_chunks)
+        together = most_that_fit(together, of_each, room.capacity_tokens)
+        return MicroLimits(min(tokens, room.capacity_tokens(together)), together)
+
+    def sizing(self) -> Paced:
+        """Return the sizes for the newest grant's time; one object until that changes."""
+        grant = self._shared.gate.latest()
+        windows = self._rows.windows()
+        if self._sized is not None and self._sized_for is grant and self._sized.windows == windows:
+            return self._sized
+        bound_us = grant.in_flight_bound_us or DEFAULT_BOUND_US
+        queues = self._shared.slot_device.device.queues
+        if queues:
+            bound_us //= 2  # while one runs, the next is queued behind it
+        if grant.budget_us:
+            bound_us = min(bound_us, grant.budget_us)
+        units = grant.finetune_units
+        self._sized_for = grant
+        self._sized = Paced(
+            self._shared.estimates, bound_us, units, windows, grant.window_tokens, queues=queues
+        )
+        return self._sized
