@@ -191,6 +191,21 @@ def test_a_named_checkpoint_that_is_damaged_is_refused_and_an_older_whole_one_is
         store.other(at.rpartition("/")[0]).newest()
 
 
+def test_a_checkpoint_that_would_fill_the_memory_is_refused_or_passed_over(tmp_path):
+    store = OnDisk(tmp_path / "volume")
+    folder = JobFolder(store.root, UID, 1)
+    folder.claim()
+    at = Path(folder.save(Position(1), TENSORS, keep=3))
+    with (at / "tensors.safetensors").open("r+b") as file:
+        file.truncate(1 << 43)  # it takes no room on the disk
+    assert folder.newest() is None
+    assert "this machine has memory for" in folder.passed_over[0]
+    with pytest.raises(UserError, match="this machine has memory for"):
+        store.other(JOB).newest()
+    (at / "manifest.json").write_text("[" * 100_000)
+    assert folder.newest() is None
+
+
 def test_a_named_checkpoint_leads_nowhere_else(tmp_path):
     """Links out of the volume, pipes, and what another namespace's job left."""
     secret = tmp_path / "elsewhere"

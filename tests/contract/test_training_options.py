@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -305,6 +307,32 @@ def test_an_adapter_of_another_form_is_not_begun_with(tmp_path, lora, said):
     save_adapter(tiny_job(adapter={"lora": LORA}).model, tmp_path)
     with pytest.raises(UserError, match=said) as refused:
         beginning(tmp_path, **lora)
+    assert refused.value.field == "spec.adapter.from"
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        ("config is a pipe", "not a regular file"),
+        ("config is nested without end", "not JSON"),
+        ("weights are a pipe", "not a regular file"),
+        ("weights take no room on the disk", "more than the .* that this job's adapter takes"),
+    ],
+)
+def test_a_folder_made_to_hold_up_a_worker_or_to_fill_its_memory_is_refused(tmp_path, harm, said):
+    save_adapter(tiny_job(adapter={"lora": LORA}).model, tmp_path)
+    config, weights = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
+    harmed = config if harm.startswith("config") else weights
+    harmed.unlink()
+    if harm.endswith("pipe"):
+        os.mkfifo(harmed)
+    elif harmed == config:
+        config.write_text("[" * 100_000)
+    else:
+        with weights.open("wb") as file:
+            file.truncate(1 << 40)
+    with pytest.raises(UserError, match=said) as refused:
+        beginning(tmp_path)
     assert refused.value.field == "spec.adapter.from"
 
 

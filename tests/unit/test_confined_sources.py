@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from windrow.access import NetworkAccess
 from windrow.errors import UserError, WindrowError
@@ -22,6 +24,7 @@ from windrow_sidecar.finetune.data.confined_files import ConfinedFiles, open_ben
 from windrow_sidecar.finetune.data.confined_models import check_links, check_model
 from windrow_sidecar.finetune.data.network_guard import NetworkGuard, SourceRefused
 from windrow_sidecar.finetune.data.places import find_files
+from windrow_sidecar.finetune.data.reading_memory import bounded_memory
 from windrow_sidecar.finetune.data.records import read_records
 from windrow_sidecar.finetune.data.source_access import NO_ACCESS, SourceAccess
 
@@ -256,6 +259,32 @@ def test_a_job_of_a_shared_worker_does_not_close_what_another_may_reach():
 def test_confined_files_resolve_to_a_place_without_links(volume):
     (volume / "latest").symlink_to("sub")
     assert ConfinedFiles((volume,)).resolve(volume / "latest") == (volume / "sub").resolve()
+
+
+def test_links_without_end_are_said_to_be_that(volume):
+    (volume / "sub" / "again").symlink_to(".")
+    with pytest.raises(UserError, match="has links without end below"):
+        rows(volume / "sub", access_to(volume))
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_rows_that_unpack_to_gigabytes_are_refused_before_they_are_in_memory(tmp_path, kind):
+    if kind == "json":
+        file = tmp_path / "rows.json.gz"
+        file.write_bytes(gzip.compress(b"[" + b"[]," * (8 << 20) + b"[]]", compresslevel=1))
+    else:
+        file = tmp_path / "rows.parquet"
+        same = pa.DictionaryArray.from_arrays(pa.array([0] * 4096, pa.int32()), ["x" * (1 << 20)])
+        parquet.write_table(pa.table({"text": same}), file, compression="zstd")
+    assert file.stat().st_size < 1 << 20
+    (found,) = find_files(str(file), access=access_to(tmp_path))
+    with (
+        pytest.raises(UserError, match="more than 256 MiB of memory") as refused,
+        bounded_memory(256 << 20),
+    ):
+        list(read_records(found))
+    assert refused.value.field == "spec.dataset.source"
+    assert len(bytearray(512 << 20))  # the limit ends with the reading
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +22,9 @@ from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
 
 _FIELD: Final = "spec.adapter.from"
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_MOST_CONFIG_BYTES, _MOST_WEIGHT_BYTES = 1 << 20, 16 << 30
+_MOST_CONFIG_BYTES = 1 << 20
+# Numbers of 8 bytes are the largest there are; names and shapes come before them.
+_BYTES_OF_NUMBER, _HEADER_BYTES = 8, 16 << 20
 # What an adapter's numbers mean; the rest of its configuration is where it was trained and how.
 _MEANING: Final = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "bias")
 
@@ -58,7 +61,8 @@ def begin_with(
     }
     _, plain = as_served(tuned, adapter, fresh, tuned.peft_config[adapter].to_dict())
     _check_meaning(said, (plain, written))
-    found = _tensors(folder, access)
+    numbers = sum(tensor.numel() for tensor in fresh.values())
+    found = _tensors(folder, access, numbers * _BYTES_OF_NUMBER + _HEADER_BYTES)
     _check_shapes(found, fresh)
     with torch.no_grad():
         # Into the parameters that are there, which the optimizer will be given.
@@ -107,31 +111,37 @@ def _check_shapes(found: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> N
 def _config(folder: Path, access: SourceAccess) -> dict[str, Any]:
     try:
         found = json.loads(_read(folder / _CONFIG, access, _MOST_CONFIG_BYTES))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _refused(f"{_CONFIG} there is not JSON", "Name a folder that peft loads.") from error
     if not isinstance(found, dict):
         raise _refused(f"{_CONFIG} there is not an object", "Name a folder that peft loads.")
     return found
 
 
-def _tensors(folder: Path, access: SourceAccess) -> dict[str, Tensor]:
+def _tensors(folder: Path, access: SourceAccess, most_bytes: int) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     try:
-        return dict(load(_read(folder / _WEIGHTS, access, _MOST_WEIGHT_BYTES)))
+        return dict(load(_read(folder / _WEIGHTS, access, most_bytes)))
     except SafetensorError as error:
         raise _refused(f"{_WEIGHTS} there is damaged ({error})", "Write it again.") from error
 
 
 def _read(path: Path, access: SourceAccess, most: int) -> bytes:
+    # A pipe would hold the open itself until somebody writes.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         if access.trees is None:
-            at = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            at = os.open(path, flags)
         else:
-            at = ConfinedFiles(access.trees, access.never).open(path)
+            at = ConfinedFiles(access.trees, access.never).open(path, flags)
         with os.fdopen(at, "rb") as source:
-            found = source.read(most + 1)
+            about = os.fstat(at)
+            if not stat.S_ISREG(about.st_mode):
+                raise _refused(f"{path} is not a regular file", "Name an adapter's folder.")
+            # Before it is read: a file of terabytes may take no room on its disk.
+            found = source.read() if about.st_size <= most else b""
     except UserError as error:
         raise _refused(error.problem, error.remedy) from error
     except OSError as error:
@@ -139,8 +149,11 @@ def _read(path: Path, access: SourceAccess, most: int) -> bytes:
             f"{path} cannot be read ({error.strerror})",
             f"Name a folder with {_CONFIG} and {_WEIGHTS}, as a finished job leaves it.",
         ) from error
-    if len(found) > most:
-        raise _refused(f"{path} is larger than {most} bytes", "Name an adapter's folder.")
+    if about.st_size > most:
+        raise _refused(
+            f"{path} has {about.st_size} bytes, more than the {most} that this job's adapter takes",
+            "Name the folder of an adapter of the same rank and targets.",
+        )
     return found
 
 

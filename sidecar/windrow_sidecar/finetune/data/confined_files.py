@@ -31,7 +31,7 @@ _RESOLVE_NO_MAGICLINKS, _RESOLVE_BENEATH = 0x02, 0x08
 _LINKS_MOST = 40  # as the kernel's own limit
 # What a path inside a container may name although no volume is mounted there.
 _NEVER = tuple(map(Path, ("/proc", "/sys", "/dev")))
-_LEAVES = (errno.EXDEV, errno.ELOOP)
+_LEAVES = {errno.EXDEV: "leads by a link out of", errno.ELOOP: "has links without end below"}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -143,7 +143,7 @@ class ConfinedFiles:
             return open_beneath(root, str(place.relative_to(tree)), flags)
         except OSError as error:
             if error.errno in _LEAVES:
-                raise self._refusal(path, f"leads by a link out of {tree}") from error
+                raise self._refusal(path, f"{_LEAVES[error.errno]} {tree}") from error
             error.filename = str(path)
             raise
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from windrow.errors import UserError
 from windrow.redaction import redacted
 from windrow.rows import READ, row_of
 from windrow_sidecar.finetune.data.places import find_files
+from windrow_sidecar.finetune.data.reading_memory import bounded_memory
 from windrow_sidecar.finetune.data.records import read_records
 from windrow_sidecar.finetune.data.remote import Credentials
 from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
@@ -110,21 +111,23 @@ def read_dataset(
 
     Raises:
         UserError: a file or row is wrong (the message names up to ten rows with their places), a
-            row is longer than the model allows, or there are too few rows.
+            row is longer than the model allows, there are too few rows, or a confined job's rows
+            take too much memory.
         Transient: the place does not answer.
     """
     stored = TokenFile() if into is None else into
     rows = _Rows(spec, tokenizer, limits, stored, alive, credentials, access)
     together = PAIR if spec.format == "preference" else 1
-    rows.read("source", spec.source)
-    ends, weights = [len(stored)], [spec.weight]
-    for number, mixed in enumerate(spec.mixture):
-        rows.read(f"mixture[{number}].source", mixed.source)
+    ends, weights = [], [spec.weight, *(mixed.weight for mixed in spec.mixture)]
+    with nullcontext() if access.trees is None else bounded_memory():
+        rows.read("source", spec.source)
         ends.append(len(stored))
-        weights.append(mixed.weight)
-    trained = len(stored)
-    if spec.eval_source is not None:
-        rows.read("evalSource", spec.eval_source)
+        for number, mixed in enumerate(spec.mixture):
+            rows.read(f"mixture[{number}].source", mixed.source)
+            ends.append(len(stored))
+        trained = len(stored)
+        if spec.eval_source is not None:
+            rows.read("evalSource", spec.eval_source)
     rows.wrong.settle()
     if spec.eval_source is None:
         drawn = held_out_rows(trained // together, eval_fraction=spec.eval_fraction, seed=seed)

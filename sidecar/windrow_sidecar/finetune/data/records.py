@@ -154,6 +154,8 @@ def _parquet(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
             for element in _python_of(_as_json(batch)):
                 yield DatasetRecord(f"{name}[{number}]", element, of_table=True)
                 number += 1
+    except MemoryError:  # pyarrow's is one of its own as well
+        raise
     except pyarrow.ArrowException as error:
         raise _bad_file(name, f"is not a Parquet file ({error})") from error
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import posixpath
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from windrow_sidecar.finetune.training.checkpoint import (
     OWNER,
     UNREADABLE,
     Checkpoint,
+    check_room,
     verify_checkpoint,
 )
 
@@ -73,8 +73,7 @@ def local_files(confined: ConfinedFiles | None) -> Files:
         # A pipe would hold the open itself until somebody writes.
         found = opened(path, os.O_RDONLY | os.O_NONBLOCK)
         with os.fdopen(found, "rb") as file:
-            if not stat.S_ISREG(os.fstat(found).st_mode):
-                raise ValueError(f"{path} is not a regular file")
+            check_room(found, path)
             return file.read() if most is None else file.read(most)
 
     def names(path: str) -> list[str]:

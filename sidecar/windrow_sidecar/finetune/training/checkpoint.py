@@ -19,6 +19,7 @@ import os
 import posixpath
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -32,6 +33,7 @@ from windrow.conditions import Reason
 from windrow.errors import UserError, WindrowError
 from windrow.holder import HOLDER, AlreadyHeld, hold, wait_for_orphan
 from windrow.outputs import HELD_DIRECTORIES, OWN_FOLDER, open_without_links
+from windrow_sidecar.compute.host_device import available_bytes
 from windrow_sidecar.finetune.training.checkpoint_origin import Origin
 from windrow_sidecar.finetune.training.evaluation import Judged
 
@@ -46,7 +48,7 @@ OWNER = "owner.json"  # beside the folders of jobs: whose work is in the destina
 ADAPTER_DRAFT = "adapter"  # in the job's folder
 _OWNER_BYTES = 4096
 # What reading a damaged checkpoint raises.
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 # Of a disk, a quota, or the largest file that is allowed.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -634,7 +636,23 @@ def _read(path: Path) -> bytes:
     """
     # A pipe would hold the open itself until somebody writes.
     with open(open_without_links(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as found:
+        check_room(found.fileno(), str(path))
         return found.read()
+
+
+def check_room(file: int, name: str) -> None:
+    """Refuse a file that would fill the memory of this machine: it may take no room on its disk.
+
+    Raises:
+        ValueError: it is larger than half of what is available, or not a regular file.
+    """
+    about, room = os.fstat(file), available_bytes() // 2
+    if not stat.S_ISREG(about.st_mode):
+        raise ValueError(f"{name} is not a regular file")
+    if about.st_size > room:
+        raise ValueError(
+            f"{name} has {about.st_size >> 20} MiB, and this machine has memory for {room >> 20}"
+        )
 
 
 def sync_file(path: Path) -> None:
