@@ -88,6 +88,10 @@ class RunDir:
         """Hands out the descriptors of arena, page and weights; served by the decode process."""
         return self.root / f"arena-{self.slot}.sock"
 
+    def in_engine_socket(self) -> Path:
+        """Takes jobs where the engine runs them in its own process; served by that process."""
+        return self.root / f"in-engine-{self.slot}.sock"
+
     def weights_manifest(self) -> Path:
         """Return the JSON that says where in the exported weights each parameter is."""
         return self.root / f"weights-{self.slot}.json"

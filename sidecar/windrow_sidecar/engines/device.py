@@ -87,12 +87,15 @@ def require_room(device: EngineDevice, arena_bytes: int, weights_bytes: int) -> 
         )
 
 
-def open_cores(set_threads: Callable[[int], None], *, shared: bool) -> EngineDevice:
+def open_cores(
+    set_threads: Callable[[int], None], *, shared: bool, in_turns: bool = False
+) -> EngineDevice:
     """Return the cores that this process may use.
 
     Args:
         set_threads: is called with the number of cores that decode has from now on.
         shared: a worker may get some of them; else decode keeps them all.
+        in_turns: decode and finetuning have all of them in turns, in one process.
 
     Raises:
         UserError: cores that are to be shared cannot be.
@@ -111,9 +114,10 @@ def open_cores(set_threads: Callable[[int], None], *, shared: bool) -> EngineDev
         torch_device=torch.device("cpu"),
         layout="per-layer",
         partition=partition,
-        splits=host_splits(units),
+        splits=whole_levels(units) if in_turns else host_splits(units),
         finetune_levels=partition.levels()[:-1],
-        label=f"host:{units}-cores",
+        # Profiles of the two are not exchanged: one in turns knows nothing of a part of the cores.
+        label=f"host:{units}-cores{'-in-turns' if in_turns else ''}",
         background_threads=background,
         cores=cores,
     )

@@ -16,7 +16,7 @@ from windrow_sidecar.qos.view import Grant
 
 _log = logging.getLogger(__name__)
 
-_LONGEST_GAP_NS = 1_000_000_000  # whatever a grant says
+LONGEST_GAP_NS = 1_000_000_000  # whatever a grant says
 
 
 class StepInput(NamedTuple):
@@ -95,7 +95,7 @@ def wait_for_turn(grant: Grant, clock: Callable[[], int]) -> None:
     `clock`: nanoseconds of CLOCK_MONOTONIC.
     """
     if grant.gap_until_ns:
-        left_ns = min(grant.gap_until_ns - clock(), _LONGEST_GAP_NS)
+        left_ns = min(grant.gap_until_ns - clock(), LONGEST_GAP_NS)
         if left_ns > 0:
             time.sleep(left_ns / 1e9)
 

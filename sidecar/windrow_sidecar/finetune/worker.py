@@ -16,7 +16,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,6 +153,11 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _run_beside_decode(options: argparse.Namespace) -> int:
     _die_with_parent()
+    in_engine = RunDir(options.run_dir, options.slot).in_engine_socket()
+    if in_engine.exists():  # one that waits needs no libraries either
+        if options.standby and not _take_order(options, loads=False):
+            return 0
+        return _relay(in_engine, options)
     os.nice(max(0, NICENESS - os.nice(0)))
     from windrow_sidecar.compute.host import HostPartition, load_openmp
 
@@ -164,6 +169,8 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
     _flush_denormals()
     if options.standby and not _take_order(options):
         return 0
+    if in_engine.exists():
+        return _relay(in_engine, options)
 
     with uncollected():
         from windrow_sidecar.finetune.colocated.job_logs import JobLogs
@@ -192,11 +199,23 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
     return int(jobs.run())
 
 
-def _take_order(options: argparse.Namespace) -> bool:
+def _relay(socket: Path, options: argparse.Namespace) -> int:
+    """Relay the job to the engine, which runs it in its own process."""
+    from windrow_sidecar.finetune.colocated.standby import JobOrder
+    from windrow_sidecar.finetune.in_engine.orders import relay_job
+
+    def on_stop(stop: Callable[[], None]) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: stop())
+
+    return relay_job(socket, JobOrder(options.job_uid, options.epoch), on_stop)
+
+
+def _take_order(options: argparse.Namespace, *, loads: bool = True) -> bool:
     """Warm up, then become the worker of the job that stdin names; False: there will be none."""
     from windrow_sidecar.finetune.colocated.standby import await_order, warm_up
 
-    warm_up(options.served_model)
+    if loads:
+        warm_up(options.served_model)
     order = await_order(sys.stdin)
     if order is None:
         return False

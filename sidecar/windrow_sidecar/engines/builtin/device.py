@@ -13,6 +13,8 @@ def open_device(settings: EngineSettings, threads: Threads) -> EngineDevice:
     Raises:
         UserError: it is not there, or torch cannot use it.
     """
+    if settings.in_engine:
+        return open_cores(threads, shared=False, in_turns=True)
     if settings.device == "cpu":
         alone = settings.run_dir is None and settings.profile_only is None
         return open_cores(threads, shared=not alone)

@@ -21,10 +21,18 @@ from windrow_sidecar.engines.builtin.kv.paging import ChunkSource
 from windrow_sidecar.engines.builtin.llama.model import LlamaModel
 from windrow_sidecar.engines.builtin.scheduler import EngineRequest, Scheduler
 from windrow_sidecar.engines.builtin.step.decoder import Decoder
+from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
+from windrow_sidecar.engines.builtin.turns import Ride, Turns
 from windrow_sidecar.engines.builtin.web.channel import SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Finished, Submit
 from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
-from windrow_sidecar.engines.hook import FailClosed, StepInput, least_slack_us, wait_for_turn
+from windrow_sidecar.engines.hook import (
+    LONGEST_GAP_NS,
+    FailClosed,
+    StepInput,
+    least_slack_us,
+    wait_for_turn,
+)
 from windrow_sidecar.qos.view import Grant
 
 IDLE_WAIT_S = 0.05  # how often an idle engine asks its hook
@@ -32,6 +40,8 @@ IDLE_WAIT_S = 0.05  # how often an idle engine asks its hook
 # short against a step.
 _STARVED_WAIT_S = 0.001
 _STEPS_PER_COLLECTION = 4096
+# A finetune thread of this process gives chunks back in its turn; moving one takes less than this.
+_SETTLES_NS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,8 @@ class LoopParts:
     clock_ns: Callable[[], int]
     units: int  # compute units of the device
     on_completed: Callable[[], None]  # a request has ended, without an error
+    turns: Turns | None = None  # with a finetune thread of this process; None: there is none
+    rider: GatheredDecode | None = None  # the decoder, where finetune rows may join its products
 
 
 class DecodeLoop:
@@ -69,6 +81,7 @@ class DecodeLoop:
         self._hold_until_ns = 0
         self._hook_ns = 0  # what the hook has cost since the step before began
         self._collected = True
+        self._owed = 0  # chunks that were revoked and are not back
 
     def stop(self) -> None:
         """End before the next step."""
@@ -120,7 +133,7 @@ class DecodeLoop:
         decision = self._take_share(parts.hook.before_step(facts))
         self._hold_until_ns = decision.hold_admission_until_ns
         hook_ns = self._hook_ns + parts.clock_ns() - asked_ns
-        wait_for_turn(decision, parts.clock_ns)
+        ride = self._wait_for_turn(decision, start_ns, [] if prefill else batch)
 
         if prefill is not None:
             begin_ns = parts.clock_ns()
@@ -130,7 +143,7 @@ class DecodeLoop:
         if not batch:
             self._after_bare_pass(computed=prefill is not None)
             return None
-        tokens = parts.decoder.step(batch)
+        tokens = self._finish_ride(ride, batch) if ride else parts.decoder.step(batch)
         end_ns = parts.clock_ns()
         parts.hook.after_step(end_ns, (end_ns - start_ns) // 1000)
         self._hook_ns = parts.clock_ns() - end_ns
@@ -139,6 +152,7 @@ class DecodeLoop:
         self._step += 1
         self._collected = False
         _, kv_chunks, lent, _, draining = parts.arena.counts()
+        self._owed = draining
         event = StepEvent(
             step=facts.step,
             start_ns=start_ns,
@@ -177,12 +191,48 @@ class DecodeLoop:
             return Grant()
         return decision
 
+    def _wait_for_turn(
+        self, decision: Grant, start_ns: int, batch: list[EngineRequest]
+    ) -> Ride | None:
+        """Leave the device to finetuning until the grant's gap is over, wherever that runs.
+
+        Returns:
+            a step of `batch` that has been begun with finetune rows in its products.
+        """
+        parts = self._parts
+        if parts.turns is None:
+            wait_for_turn(decision, parts.clock_ns)
+            return None
+        now_ns = parts.clock_ns()
+        until_ns = min(decision.gap_until_ns, now_ns + LONGEST_GAP_NS)
+        if until_ns <= now_ns and self._owed:
+            until_ns = now_ns + _SETTLES_NS  # nothing may run: chunks come back
+        ride = None
+        if parts.rider and batch and decision.gap_until_ns > now_ns and parts.turns.wants_ride:
+            gap_ns = decision.gap_until_ns - start_ns
+            alone_ns = max(0, decision.predicted_us * 1000 - gap_ns)
+            ride = Ride(parts.rider.ride(batch), alone_ns)
+            until_ns += alone_ns
+        if until_ns > now_ns:
+            if not parts.turns.lend(until_ns, parts.clock_ns, ride) and ride:
+                ride.step.give_up()
+            parts.turns.lent += 1
+            parts.turns.rode += bool(ride and ride.step.joined)
+            parts.partition.activate(parts.units)  # it has set its own number of threads
+        return ride
+
+    def _finish_ride(self, ride: Ride, batch: list[EngineRequest]) -> list[int]:
+        """Compute what is left of a step; all of it where another thread still has a hand in it."""
+        rider = self._parts.rider
+        assert rider is not None
+        return rider.again(batch) if ride.step.given_up else rider.finish(ride.step, batch)
+
     def _after_bare_pass(self, *, computed: bool) -> None:
         """A pass without a decode step: only prefill, or nothing could start."""
         self._running_since_ns = 0
         if not computed:
             self._outbox.flush()
-            self._channel.wait(_STARVED_WAIT_S)
+            self._wait(_STARVED_WAIT_S)
 
     def _idle(self) -> None:
         parts = self._parts
@@ -191,7 +241,16 @@ class DecodeLoop:
         self._hold_until_ns = parts.hook.idle(parts.clock_ns()).hold_admission_until_ns
         if not self._collected:
             self._tidy()
-        self._channel.wait(IDLE_WAIT_S)
+        self._wait(IDLE_WAIT_S)
+
+    def _wait(self, timeout_s: float) -> None:
+        """Sleep until a message comes; a finetune thread of this process has the device."""
+        turns = self._parts.turns
+        if turns is not None:
+            turns.offer()
+        self._channel.wait(timeout_s)
+        if turns is not None:
+            turns.recall()
 
     def _tidy(self) -> None:
         """Do the work that steps have no time for. An inconsistent table ends lending only."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import logging
 import os
@@ -29,7 +30,9 @@ from windrow_sidecar.engines.builtin.loading import dtype_of, load, make_arena
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, LoopParts
 from windrow_sidecar.engines.builtin.profiler import Bounds, Profiler, ProfileStore
 from windrow_sidecar.engines.builtin.settings import EngineSettings
+from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
 from windrow_sidecar.engines.builtin.threads import Threads
+from windrow_sidecar.engines.builtin.turns import InEngineFinetune
 from windrow_sidecar.engines.builtin.web.channel import PeerGone
 from windrow_sidecar.engines.builtin.web.frontprocess import FrontProcess
 from windrow_sidecar.engines.builtin.web.messages import EngineReady
@@ -51,6 +54,8 @@ _log = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.0005
 # What the number of threads is tried with: a busy moment of a conversation service.
 _USUAL_BATCH, _USUAL_CONTEXT = 8, 1024
+# Finetuning lies above engines: by name, so that an engine which does not finetune never loads it.
+_IN_ENGINE = "windrow_sidecar.finetune.in_engine.host"
 
 
 @dataclass(slots=True)
@@ -82,6 +87,11 @@ def serve(settings: EngineSettings, config: LlamaConfig, front: FrontProcess) ->
     """
     signals = _Signals()
     signals.install()
+    finetune: InEngineFinetune | None = None
+    if settings.in_engine:  # forks processes that read rows: before there is a second thread
+        finetune = importlib.import_module(_IN_ENGINE).prepare(settings)
+        assert finetune is not None
+        settings = replace(settings, run_dir=finetune.run_dir)
     threads = Threads(settings.threads)
     claim, why = _claim(settings)
     if why:
@@ -89,8 +99,14 @@ def serve(settings: EngineSettings, config: LlamaConfig, front: FrontProcess) ->
         settings = replace(settings, run_dir=None, profile="none")
     elif claim is not None:
         settings = replace(settings, run_dir=claim.run_dir)
+        # One that an engine before has left would send workers to nobody.
+        claim.run_dir.in_engine_socket().unlink(missing_ok=True)
+        if finetune is not None:
+            finetune.claimed(claim.run_dir)
     device = open_device(settings, threads)
     with ExitStack() as on_exit:
+        if finetune is not None:
+            on_exit.callback(finetune.remove_own_files)
         if claim is not None:
             on_exit.callback(claim.close)
         arena = make_arena(settings, config, device)
@@ -98,7 +114,7 @@ def serve(settings: EngineSettings, config: LlamaConfig, front: FrontProcess) ->
         log = _open_log(settings)
         if log is not None:
             on_exit.callback(LogFlusher(log).close)
-        return _run(settings, config, device, threads, front, arena, log, signals)
+        return _run(settings, config, device, threads, front, arena, log, signals, finetune)
 
 
 def _claim(settings: EngineSettings) -> tuple[SlotClaim | None, str]:
@@ -112,7 +128,7 @@ def _claim(settings: EngineSettings) -> tuple[SlotClaim | None, str]:
     if not os.access(root, os.W_OK | os.X_OK):
         return None, f"this user cannot write to the run directory {root}"
     try:
-        if settings.device == "cpu":
+        if settings.device == "cpu" and not settings.in_engine:
             HostPartition.from_affinity("decode", set_threads=lambda _: None)
         return claim_slot(settings.run_dir, os.environ), ""
     except (UserError, OSError) as error:
@@ -128,6 +144,7 @@ def _run(
     arena: Arena,
     log: EventLog | None,
     signals: _Signals,
+    finetune: InEngineFinetune | None,
 ) -> int:
     """Load, profile, serve. All tensors over the arena are gone when it returns."""
     max_context = _max_context(settings, config, arena)
@@ -159,6 +176,11 @@ def _run(
             return 0
     if harvesting is not None:
         parts = replace(parts, hook=harvesting.hook, on_completed=harvesting.link.request_completed)
+        if finetune is not None:
+            finetune.serves(parts.model)
+            rider = parts.decoder if isinstance(parts.decoder, GatheredDecode) else None
+            rider = rider if settings.finetune_fused else None
+            parts = replace(parts, turns=finetune.turns, rider=rider)
     outbox = TokenBatcher(front.channel, interval=settings.stream_interval)
     loop = DecodeLoop(parts, front.channel, outbox, prefill_tokens=settings.prefill_tokens)
     signals.stop_loop = loop.stop
@@ -166,12 +188,16 @@ def _run(
         front.channel.send(EngineReady(max_context))
         _log.info("ready on %s:%d, context %d tokens", settings.host, settings.port, max_context)
         _quiet_interpreter()
+        if finetune is not None and harvesting is not None:
+            finetune.start(harvesting)
         loop.run()
     except PeerGone:
         _log.error("the HTTP front has ended: stopping")
         return 0 if signals.stopped else 1
     finally:
         signals.stop_loop = _ignore  # it would keep the loop alive, and with it the arena's tensors
+        if finetune is not None:
+            finetune.close()
         if harvesting is not None:
             harvesting.close()
     return 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from windrow.crd.values import parse_duration
 from windrow.errors import UserError
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR, RunDir
 
@@ -62,6 +63,11 @@ class EngineSettings:
     profile_only: Path | None = None  # write the profile there and end
     harvest_predictor: PredictorForm = "windrow"  # see HarvestSettings.predictor
     harvest_without: frozenset[Protection] = frozenset()  # see HarvestSettings.without
+    in_engine: bool = False  # jobs run in a thread of this process
+    finetune_fused: bool = False  # and decode's products take finetune rows along
+    finetune_jobs: tuple[Path, ...] = ()  # manifests; none: the agent sends jobs
+    finetune_objective_s: float | None = None  # of a token, where no agent sends a policy
+    finetune_policy: str = "temporal"
 
     @classmethod
     def from_command_line(
@@ -72,6 +78,7 @@ class EngineSettings:
         run_dir = environment.get(ENV_RUN_DIR)
         log_dir = environment.get(ENV_LOG_DIR)
         _check(given)
+        _check_finetune(given, in_pod=bool(run_dir))
         on_gpu = given.device != "cpu"
         host_attention = _chosen(given.attention_backend, "torch")
         arena_bytes, block_bytes = _SIZES["cuda" if on_gpu else "cpu"]
@@ -89,7 +96,7 @@ class EngineSettings:
             reserve_tokens=given.num_reserved_decode_tokens,
             context_length=given.context_length,
             threads=given.cpu_threads,
-            profile=given.profile or ("quick" if run_dir else "none"),
+            profile=given.profile or ("quick" if run_dir or given.finetune_job else "none"),
             disaggregated=given.disaggregation_mode == "decode",
             run_dir=RunDir(Path(run_dir)) if run_dir and not given.profile_only else None,
             log_dir=Path(log_dir) if log_dir else None,
@@ -102,6 +109,11 @@ class EngineSettings:
             profile_only=given.profile_only,
             harvest_predictor=given.harvest_predictor,
             harvest_without=frozenset(given.harvest_without),
+            in_engine=given.finetune != "process",
+            finetune_fused=given.finetune == "fused",
+            finetune_jobs=tuple(given.finetune_job),
+            finetune_objective_s=given.finetune_objective,
+            finetune_policy=given.finetune_policy,
         )
 
 
@@ -187,7 +199,46 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="harvest with a protection off: for tests and benchmarks that show what it is for",
     )
+    add(
+        "--finetune",
+        choices=["process", "in-engine", "fused"],
+        default="process",
+        help="where finetune jobs run: in a worker's process beside this one (%(default)s), or in "
+        "a thread of this one, on cores only; fused: forward passes share decode's products",
+    )
+    add(
+        "--finetune-job",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="with --finetune in-engine and without a sidecar: a FinetuneJob manifest to run while "
+        "serving; several run one after the other",
+    )
+    add(
+        "--finetune-objective",
+        type=_seconds,
+        metavar="TIME",
+        help="with --finetune-job: the time per output token that decode keeps, for example 40ms",
+    )
+    add(
+        "--finetune-policy",
+        choices=["temporal", "fineinfer", "iterations", "windrow"],
+        default="temporal",
+        help="with --finetune-job: temporal: finetune before each step as well (%(default)s); "
+        "windrow: while no request runs",
+    )
     return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = parse_duration(text).total_seconds()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: write 40ms") from error
+    if not 0 < seconds < 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not a time per token: write 40ms")
+    return seconds
 
 
 def _device(text: str) -> str:
@@ -233,4 +284,48 @@ def _check(given: argparse.Namespace) -> None:
             field="--model-path",
             remedy="Name the directory of a transformers checkpoint.",
             reason="ModelNotFound",
+        )
+
+
+def _check_finetune(given: argparse.Namespace, *, in_pod: bool) -> None:
+    """Refuse what in-engine finetuning cannot do, before anything is loaded."""
+    if given.finetune == "process":
+        if given.finetune_job:
+            raise UserError(
+                "only an engine that finetunes itself takes a job",
+                field="--finetune-job",
+                remedy="Add --finetune in-engine, or submit the job to a cluster.",
+            )
+        return
+    if given.device != "cpu":
+        raise UserError(
+            "in-engine finetuning runs on cores only",
+            field="--finetune",
+            remedy="Use --device cpu, or leave --finetune out: a worker's process shares the GPU.",
+        )
+    if given.finetune == "fused" and given.decode_step == "static":
+        raise UserError(
+            "finetune rows join the products of a gathered step only",
+            field="--decode-step",
+            remedy="Use --decode-step gathered, or --finetune in-engine.",
+        )
+    if in_pod and given.finetune_job:
+        raise UserError(
+            "the sidecar of this pod sends jobs",
+            field="--finetune-job",
+            remedy=f"Leave it out, or unset {ENV_RUN_DIR}.",
+        )
+    if in_pod:
+        return
+    if not given.finetune_job:
+        raise UserError(
+            "there is no job, and no sidecar that could send one",
+            field="--finetune",
+            remedy=f"Add --finetune-job FILE, or set {ENV_RUN_DIR}.",
+        )
+    if given.finetune_objective is None:
+        raise UserError(
+            "there is no objective for decode to keep",
+            field="--finetune-objective",
+            remedy="Give the time per output token, for example --finetune-objective 40ms.",
         )

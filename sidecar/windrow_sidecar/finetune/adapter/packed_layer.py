@@ -28,6 +28,10 @@ class PackedLayer:
         projections: by name (q_proj, ...).
         disabled: whether the adapter is switched off now.
         point: called between attention and MLP, forward and backward; it may raise.
+
+    Attributes:
+        groups: linear layers of one input each, in the order in which a forward runs them: q, k and
+            v; o; gate and up; down.
     """
 
     name: ProgramName = "packed"
@@ -48,8 +52,8 @@ class PackedLayer:
         self.o = self._group("o", [of["o_proj"]])
         self.gate_up = self._group("gate_up", [of["gate_proj"], of["up_proj"]])
         self.down = self._group("down", [of["down_proj"]])
-        self._groups = (self.qkv, self.o, self.gate_up, self.down)
-        self._anchor = next((p for group in self._groups for p in group.learns), None)
+        self.groups = (self.qkv, self.o, self.gate_up, self.down)
+        self._anchor = next((p for group in self.groups for p in group.learns), None)
         self.before: Any = layer.input_layernorm
         self.between: Any = layer.post_attention_layernorm
         self.head_norms: tuple[Any, Any] | None = (
@@ -65,7 +69,7 @@ class PackedLayer:
     @property
     def products(self) -> int:
         """Products over the base's weights that a forward takes."""
-        return sum(group.parts for group in self._groups)
+        return sum(group.parts for group in self.groups)
 
     @property
     def is_adapted(self) -> bool:
@@ -74,12 +78,12 @@ class PackedLayer:
 
     def release(self) -> None:
         """Give the packed copies back."""
-        for group in self._groups:
+        for group in self.groups:
             group.release()
 
     def refresh(self) -> None:
         """Make the packed copies of what has changed."""
-        for group in self._groups:
+        for group in self.groups:
             group.refresh()
 
     def __call__(

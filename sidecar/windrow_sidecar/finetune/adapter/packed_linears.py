@@ -7,13 +7,17 @@ in that type which are made once per step; gradients are in the type of the adap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+# Computes the product of x [tokens, in] with the only part's weight together with rows of others:
+# [tokens, out], new memory. None: there are none, and nothing was computed.
+Joining = Callable[[Tensor], "Tensor | None"]
 
 # Rows of a weight whose norms are computed at a time (DoRA): a few MB more, not a second weight.
 _NORM_ROWS = 1024
@@ -104,6 +108,9 @@ class PackedLinears:
         name: of the group among those of a layer.
         projections: in the order in which their outputs are wanted.
         tensors: its own memory is entered here, by names that begin with `name`.
+
+    Attributes:
+        joining: computes the product where others need the same weight; None: nobody does.
     """
 
     def __init__(
@@ -111,6 +118,7 @@ class PackedLinears:
     ) -> None:
         self.projections = tuple(projections)
         self._name, self._tensors = name, tensors
+        self.joining: Joining | None = None
         self._seen: tuple[int, ...] = ()
         self._parts: tuple[_Part, ...] = ()
         self._a: Tensor | None = None
@@ -164,8 +172,10 @@ class PackedLinears:
         outputs, before = [], []
         for part in self._parts:
             kept = None
+            joined = self._joined(x)
             if u is not None and part.is_decomposed:
-                y = torch.addmm(functional.linear(x, part.weight), *self._up(part, u))
+                product = functional.linear(x, part.weight) if joined is None else joined
+                y = torch.addmm(product, *self._up(part, u))
                 kept = y
                 y = y * part.own["scale_of_row"]
                 if "bias" in part.own:
@@ -174,7 +184,10 @@ class PackedLinears:
                     y = residual + y
             else:
                 bias = part.own.get("bias")
-                if residual is None:
+                if joined is not None:
+                    y = joined if bias is None else joined + bias
+                    y = y if residual is None else residual + y
+                elif residual is None:
                     y = functional.linear(x, part.weight, bias)
                 else:
                     y = torch.addmm(residual, x, part.weight.t())
@@ -242,6 +255,12 @@ class PackedLinears:
                 assert projection.a is not None
                 _add(projection.a, _wide(v[:, columns].t(), x, projection.a.dtype))
         return None if d_x is None else d_x.addmm_(v, self._a)
+
+    def _joined(self, x: Tensor) -> Tensor | None:
+        # What a recording runs with (`recompute.recording`) is no tensor that could be computed.
+        if self.joining is None or len(self._parts) != 1 or type(x) is not Tensor:
+            return None
+        return self.joining(x)
 
     def _down(self, x: Tensor) -> Tensor:
         assert self._a is not None

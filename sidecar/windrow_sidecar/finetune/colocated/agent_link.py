@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import grpc
 
@@ -25,6 +25,7 @@ from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow.protocol import Action, JobProgress, WorkerEvent
 from windrow.rundir import PROTOCOL_VERSION
 from windrow_sidecar.finetune.colocated.standby import JobOrder
+from windrow_sidecar.finetune.job.report import JobReporter
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,24 @@ LOOK_EVERY_S = 2.0
 CREDENTIALS_WITHIN_S = 30.0
 # While closing, to deliver last words over a stream that is lost.
 LAST_ATTEMPTS = 4
+
+
+class JobLink(JobReporter, Protocol):
+    """A job's stream to what has placed it. A context manager that waits for its last words."""
+
+    end_asked: Action | None
+
+    def __enter__(self) -> JobLink:
+        """Open it."""
+
+    def __exit__(self, *_: object) -> None:
+        """Close it, once all was taken."""
+
+    def finish(self) -> None:
+        """End it as soon as all was taken; returns at once."""
+
+    def credentials(self) -> tuple[Mapping[str, str], ...]:
+        """Return what the job's Secrets hold: for its rows, its destination, its tracking."""
 
 
 class JobAgentLink:

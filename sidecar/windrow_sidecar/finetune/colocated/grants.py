@@ -24,6 +24,7 @@ from windrow_sidecar.finetune.colocated.allowance import (
 )
 from windrow_sidecar.finetune.engine.sizing import Estimates
 from windrow_sidecar.finetune.job.in_flight import InFlight, Ran
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.finetune.tasklets import Tasklet
 from windrow_sidecar.qos.levels import offered_levels
 from windrow_sidecar.qos.view import UNKNOWN_US, Grant, Offer, Phase
@@ -133,6 +134,9 @@ class GrantGate:
         self._launched = 0
         self._active = 0  # units of what was launched last
         self._came_unseen = False  # a grant that allows work came between the look and the wait
+
+    def opened(self, stack: DecoderStack) -> None:
+        """A job's layers are there. Of no account where decode is another process."""
 
     def latest(self) -> Grant:
         """Read the page; return the newest grant."""
@@ -353,6 +357,9 @@ class GrantGate:
         if self._came_unseen:
             timeout_s, self._came_unseen = 0.0, False
         self._page.wait_grant(self._allowance.seq, timeout_s=timeout_s)
+        self._beat()
+
+    def _beat(self) -> None:
         self._page.beat(_WORKER)
 
     def _read(self) -> bool:

@@ -22,15 +22,16 @@ from windrow.errors import UserError
 from windrow.eventlog import EventLog
 from windrow.protocol import Ending, WorkerEvent
 from windrow.rundir import RunDir
-from windrow_sidecar.finetune.colocated.agent_link import JobAgentLink, worker_hello
+from windrow_sidecar.finetune.colocated.agent_link import JobAgentLink, JobLink, worker_hello
 from windrow_sidecar.finetune.colocated.job_context import JobContext
 from windrow_sidecar.finetune.colocated.job_logs import JobLogs
 from windrow_sidecar.finetune.colocated.loading import NOT_BEGUN, Loading, Verdict, ended_unloaded
-from windrow_sidecar.finetune.colocated.slot import WorkerSlot
+from windrow_sidecar.finetune.colocated.slot import ReadRows, WorkerSlot
 from windrow_sidecar.finetune.colocated.standby import JobOrder
 from windrow_sidecar.finetune.data import network_guard
-from windrow_sidecar.finetune.data.readers import Readers, RowsWanted
+from windrow_sidecar.finetune.data.readers import Readers, RowsWanted, Unpaced
 from windrow_sidecar.finetune.data.remote import Credentials
+from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
 from windrow_sidecar.finetune.job.bucket import open_folder
 from windrow_sidecar.finetune.job.failures import failure
@@ -41,7 +42,7 @@ from windrow_sidecar.finetune.job.multiplexer import Arrival, JobMultiplexer, wo
 from windrow_sidecar.finetune.job.runner import Runner
 from windrow_sidecar.finetune.job.tracking import services_of
 from windrow_sidecar.finetune.training.checkpoint import Checkpoint, JobFolder
-from windrow_sidecar.finetune.training.health import TAKING_FOLDER
+from windrow_sidecar.finetune.training.health import READING, TAKING_FOLDER
 from windrow_sidecar.turn import TurnNote
 
 log = logging.getLogger(__name__)
@@ -66,8 +67,30 @@ class PendingJob:
 
     order: JobOrder
     job_state: JobState
-    agent: JobAgentLink
+    agent: JobLink
     events: EventLog
+
+
+@dataclass(frozen=True, slots=True)
+class InProcess:
+    """Facts of the process in which jobs run: a worker's, or one with a thread for them.
+
+    Attributes:
+        link: opens the stream of a job; takes what `JobAgentLink` takes.
+        pid: of the process that the agent watches.
+        reads_apart: whether the rows of the first job are read by a process of their own as well.
+        give_up: called with an ending where a tasklet never ends; the process goes on.
+    """
+
+    link: Callable[..., JobLink]
+    pid: int
+    reads_apart: bool
+    give_up: Callable[[int], None]
+
+
+def worker_process() -> InProcess:
+    """Return how jobs run in a worker's process, which ends with what is stuck in it."""
+    return InProcess(JobAgentLink, os.getpid(), reads_apart=False, give_up=os._exit)
 
 
 class WorkerJobs:
@@ -82,6 +105,7 @@ class WorkerJobs:
         turn: records whose turn it is, for the reader who finds the process dead.
         job_state: makes that of a job.
         logs: keep what is said of each job apart. Default: by no handler of the process.
+        within: what runs them. Default: a worker's process.
     """
 
     def __init__(
@@ -94,7 +118,9 @@ class WorkerJobs:
         turn: TurnNote,
         job_state: Callable[[], JobState] = JobState,
         logs: JobLogs | None = None,
+        within: InProcess | None = None,
     ) -> None:
+        self._within = within or worker_process()
         self._logs = JobLogs(run_dir) if logs is None else logs
         self._readers, self._turn, self._job_state = readers, turn, job_state
         self._run_dir, self._open_slot, self._event_log = run_dir, open_slot, event_log
@@ -214,10 +240,23 @@ class WorkerJobs:
                 folder.claim()
             if self._slot is None:
                 self._slot = self._open_slot()
-            context = self._slot.take(replace(job, begun=folder.begun), pending.job_state)
+            job = replace(job, begun=folder.begun)
+            read = self._read_apart(pending) if self._within.reads_apart else None
+            context = self._slot.take(job, pending.job_state, read)
             return self._job_handle(pending, self._slot, context, folder)
 
         return self._try_to(load, pending)
+
+    def _read_apart(self, pending: PendingJob) -> ReadRows:
+        """Return what has the first job's rows read by a process of their own."""
+        stall, log_file = pending.job_state.stall, self._logs.path_of(pending.order.job_uid)
+
+        def read(wanted: RowsWanted) -> DataSplit:
+            with stall.during(READING):
+                rows = self._readers.begin(replace(wanted, log=log_file))
+                return rows.wait(stall.renew, Unpaced())
+
+        return read
 
     def _join(self, pending: PendingJob, loading: Loading) -> JobHandle | None:
         """Attach a job that was made ready; None: that failed, as its stream has reported."""
@@ -247,9 +286,9 @@ class WorkerJobs:
             self._logs.separate()
         events, job_state = self._event_log(order), self._job_state()
         job_state.stop_asked = self._stop_asked
-        agent = JobAgentLink(
+        agent = self._within.link(
             self._run_dir.agent_socket,
-            worker_hello(order, os.getpid()),
+            worker_hello(order, self._within.pid),
             job_state.report,
             events,
             take=self._orders.put,
@@ -376,7 +415,7 @@ class WorkerJobs:
         if self._slot is not None and not self._slot.idle_within(LEAVES_DEVICE_WITHIN_S):
             log.error("work on the device does not end: the sidecar ends it, then this process")
             time.sleep(KILLED_WITHIN_S)
-        os._exit(ending)
+        self._within.give_up(ending)
 
 
 def crowded(error: Exception) -> Exception:

@@ -50,6 +50,9 @@ WEIGHTS = "weights"
 LENDING_SETTLES_S = 0.5
 
 Load = Callable[[JobSpec], BaseModel]
+ReadRows = Callable[[RowsWanted], DataSplit]
+# Makes the gate of a slot; takes what `GrantGate` takes.
+MakeGate = Callable[..., GrantGate]
 
 
 class WorkerSlot:
@@ -61,9 +64,17 @@ class WorkerSlot:
         arena: attached.
         slot_device: what the slot's device is for this process.
         load: the frozen model of a job; called once memory is there.
+        gate: makes the gate.
     """
 
-    def __init__(self, epoch: int, arena: Arena, slot_device: SlotDevice, load: Load) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        arena: Arena,
+        slot_device: SlotDevice,
+        load: Load,
+        gate: MakeGate = GrantGate,
+    ) -> None:
         self._epoch, self._arena, self._slot_device, self._load = epoch, arena, slot_device, load
         self.estimates = Estimates()
         self._base: BaseModel | None = None
@@ -75,7 +86,7 @@ class WorkerSlot:
         self._tokens_of_left = 0
         self._wanted_for_loading = 0
         self._offers = True
-        self.gate = GrantGate(
+        self.gate = gate(
             arena.page,
             slot_device.partition,
             self.estimates,
@@ -89,8 +100,13 @@ class WorkerSlot:
         """True where the model is loaded, so that further jobs can join."""
         return self._base is not None
 
-    def take(self, job: JobSpec, job_state: JobState) -> JobContext:
+    def take(self, job: JobSpec, job_state: JobState, read: ReadRows | None = None) -> JobContext:
         """Load the model and the first job.
+
+        Args:
+            job: what to do.
+            job_state: its own.
+            read: has its rows read elsewhere; None: they are read here.
 
         Raises:
             UserError: model, rows or adapter cannot be honoured.
@@ -101,7 +117,8 @@ class WorkerSlot:
         try:
             with job_state.stall.during(LOADING, LOADING_AFTER_S):
                 base = self._load_base(job)
-            return self._context(job, base, job_state)
+            rows = read(rows_wanted(job, base)) if read is not None else None
+            return self._context(job, base, job_state, rows)
         finally:
             self._wanted_for_loading = 0
 
@@ -227,6 +244,7 @@ class WorkerSlot:
         self, job: JobSpec, base: BaseModel, job_state: JobState, rows: DataSplit | None = None
     ) -> JobContext:
         context = JobContext(job, base, self._shared(), job_state, rows)
+        self.gate.opened(context.session.stream.parts.stack)
         self._contexts.append(context)
         return context
 
@@ -286,14 +304,18 @@ class WorkerSlot:
 
 
 def open_slot(
-    epoch: int, run_dir: RunDir, host: Partition, copy_rate: float | None = None
+    epoch: int,
+    run_dir: RunDir,
+    host: Partition,
+    copy_rate: float | None = None,
+    gate: MakeGate = GrantGate,
 ) -> WorkerSlot:
     """Attach to decode; a job's model is decode's own weights where they are the same.
 
     The device is that of decode's arena. Where this process is shown that GPU alone, it is its
     first, whatever number decode has for it. `run_dir`: as the slot sees it. `host`: this process's
     share of the cores, which is its share of the device where that is the host. `copy_rate`: see
-    `load_base`.
+    `load_base`. `gate`: makes the slot's gate.
 
     Raises:
         UserError: torch does not see decode's GPU.
@@ -318,7 +340,7 @@ def open_slot(
             exported = None
         return load_base(model_dir, exported, form, device=opened.device, copy_rate=copy_rate)
 
-    return WorkerSlot(epoch, arena, opened, load)
+    return WorkerSlot(epoch, arena, opened, load, gate)
 
 
 def _base_words(job: JobSpec) -> str:

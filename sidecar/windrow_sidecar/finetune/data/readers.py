@@ -61,6 +61,18 @@ class ReadingPause(Protocol):
         """Sleep until that may have changed, no longer than the timeout."""
 
 
+class Unpaced:
+    """No pause: of a reader that nothing but its priority keeps out of decode's way."""
+
+    def granted(self) -> bool:
+        """Yes."""
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep."""
+        time.sleep(timeout_s)
+
+
 @dataclass(frozen=True, slots=True)
 class RowsWanted:
     """Facts that a process needs to read a job's rows.

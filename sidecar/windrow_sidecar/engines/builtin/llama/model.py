@@ -24,7 +24,9 @@ Attention = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class LlamaLayer:
+    """Weights of one layer, views of the model's storage; [out, in] but for the norms."""
+
     attention_norm: torch.Tensor
     qkv: torch.Tensor  # [(heads + 2 kv_heads) * head_dim, hidden]
     out: torch.Tensor
@@ -49,13 +51,13 @@ class LlamaModel:
         self.config, self.cache = config, cache
         self.device, self.dtype = storage.device, layout.dtype
         self.rotary = RotaryTable(config, storage.device)
-        self._ops = TorchOps(config, cache, self.rotary)
+        self.ops: LayerOps = TorchOps(config, cache, self.rotary)
         self._embedding = view(layout, storage, "model.embed_tokens.weight")
         self._norm = view(layout, storage, "model.norm.weight")
         self._head = (
             self._embedding if config.tied_embeddings else view(layout, storage, "lm_head.weight")
         )
-        self._layers = [_layer(layout, storage, i) for i in range(config.layers)]
+        self.layers = [_layer(layout, storage, i) for i in range(config.layers)]
 
     def prefill(self, tokens: Sequence[int], kv: SequenceKv) -> None:
         """Compute the KV of the next tokens of a prompt whose pages are there already."""
@@ -82,19 +84,23 @@ class LlamaModel:
 
         Returns [n, hidden]. Whether it can be captured in a graph is up to `attend` and `ops`.
         """
-        ops = ops or self._ops
+        ops = ops or self.ops
         placed = ops.place(positions, slots)
-        x = functional.embedding(tokens, self._embedding)
-        for i, layer in enumerate(self._layers):
-            qkv = functional.linear(self._rms_norm(x, layer.attention_norm), layer.qkv)
+        x = self.embed(tokens)
+        for i, layer in enumerate(self.layers):
+            qkv = functional.linear(self.rms_norm(x, layer.attention_norm), layer.qkv)
             x = x.addmm_(attend(i, ops.rotate_and_store(i, qkv, placed)), layer.out.t())
-            gate_up = functional.linear(self._rms_norm(x, layer.mlp_norm), layer.gate_up)
+            gate_up = functional.linear(self.rms_norm(x, layer.mlp_norm), layer.gate_up)
             x = x.addmm_(ops.gate(gate_up), layer.down.t())
         return x
 
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of tokens [n]: [n, hidden], new memory."""
+        return functional.embedding(tokens, self._embedding)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab] of what follows, from `forward`."""
-        return functional.linear(self._rms_norm(hidden, self._norm), self._head)
+        return functional.linear(self.rms_norm(hidden, self._norm), self._head)
 
     def _prefill_attention(self, kv: SequenceKv, begin: int, n: int) -> Attention:
         """Let n queries of one request, from position `begin` on, see all earlier tokens."""
@@ -117,15 +123,16 @@ class LlamaModel:
 
         return attend
 
-    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return RMSNorm of `x` [n, units] by `weight` [units]."""
         return functional.rms_norm(x, weight.shape, weight, self.config.norm_eps)
 
 
-def _layer(layout: Layout, storage: torch.Tensor, i: int) -> _Layer:
+def _layer(layout: Layout, storage: torch.Tensor, i: int) -> LlamaLayer:
     def of(*names: str) -> torch.Tensor:
         return view(layout, storage, *(f"model.layers.{i}.{name}.weight" for name in names))
 
-    return _Layer(
+    return LlamaLayer(
         attention_norm=of("input_layernorm"),
         qkv=of("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         out=of("self_attn.o_proj"),

@@ -37,7 +37,7 @@ class RotaryTable:
 
     def rotate(self, qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotate qk [n, heads + kv_heads, head_dim] by what `at` returned; keeps its dtype."""
-        wide = qk.float()
+        wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
         return (wide * cos).addcmul_(wide.roll(self._half, dims=-1), sin).to(qk.dtype)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from windrow_sidecar.engines.builtin.kv.kvcache import SequenceKv
 from windrow_sidecar.engines.builtin.llama.model import Attention, LlamaModel
+from windrow_sidecar.engines.builtin.llama.riding import RidingPass
 from windrow_sidecar.engines.builtin.scheduler import EngineRequest
 from windrow_sidecar.engines.builtin.step.sampling import sample
 
@@ -31,19 +32,39 @@ class GatheredDecode:
 
     def logits(self, batch: Sequence[EngineRequest]) -> torch.Tensor:
         """Do a step as `Decoder` says: logits [b, vocab], new memory."""
+        hidden = self._model.forward(*self._inputs(batch))
+        return self._model.logits(hidden)
+
+    def ride(self, batch: Sequence[EngineRequest]) -> RidingPass:
+        """Begin the same step as a pass whose products others may join; see `finish`."""
+        return RidingPass(self._model, *self._inputs(batch), self._model.ops)
+
+    def finish(self, riding: RidingPass, batch: Sequence[EngineRequest]) -> list[int]:
+        """Run what is left of a pass that `ride` began; the step's tokens, as `step` returns."""
+        return sample(self._model.logits(riding.finish()), batch)
+
+    def again(self, batch: Sequence[EngineRequest]) -> list[int]:
+        """Compute a step once more that `ride` began and nobody finished."""
+        for request in batch:
+            request.kv.n_tokens -= 1
+        return self.step(batch)
+
+    def _inputs(
+        self, batch: Sequence[EngineRequest]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Attention]:
+        """Return tokens, positions and slots, int64 [b] each, and the attention of a step."""
         model, cache = self._model, self._cache
         kvs = [request.kv for request in batch]
         positions = [kv.n_tokens for kv in kvs]
         slots = [cache.slot_row(kv, kv.n_tokens) for kv in kvs]
         for kv in kvs:
             kv.n_tokens += 1
-        hidden = model.forward(
+        return (
             model.integers([request.tokens[-1] for request in batch]),
             model.integers(positions),
             model.integers(slots),
             self._attention(kvs),
         )
-        return model.logits(hidden)
 
     def _attention(self, kvs: Sequence[SequenceKv]) -> Attention:
         """One query per request over all of its tokens, request by request."""
