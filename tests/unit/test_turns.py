@@ -1,4 +1,4 @@
-"""Hand the turn of the device over between decode's thread and a finetune thread of the same process."""
+"""Hand the turn of the device over between decode's thread and a finetune thread."""
 
 from __future__ import annotations
 
