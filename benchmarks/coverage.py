@@ -47,7 +47,7 @@ _CODED = (
         "nvfp4",
         "modelopt_fp4",
     ),
-    *("mxfp4", "compressed-tensors"),
+    *("mxfp4", "compressed-tensors", "gptq", "gptq_marlin", "awq", "awq_marlin"),
 )
 # By a model's architecture: its KV pool in SGLang. Each is one that the worker trains as PEFT does
 # (tests/contract/test_served_architectures.py).

@@ -117,6 +117,9 @@ MIXTURES = {
         ("DeepseekV2", "fp8 in blocks"),
         ("DeepseekV2", "nvfp4 (ModelOpt)"),
         ("GptOss", "mxfp4 (GPT-OSS)"),
+        ("Qwen3Moe", "gptq"),
+        ("Mixtral", "gptq with desc_act"),
+        ("Mixtral", "awq"),
     ],
 )
 def test_mixtures_of_experts_and_latent_attention_have_pefts_gradients(
@@ -145,9 +148,14 @@ def test_experts_that_are_incomplete_or_do_not_lie_in_one_tensor_are_refused(tmp
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"experts\.2 has no up_proj or w3 that is codes"):
         load_base(folder)
-    recode(plain, tmp_path / "other", tmp_path / "more", "gptq")
-    with pytest.raises(UserError, match="experts in gptq have no codec here"):
-        load_base(tmp_path / "other")
+    other = tmp_path / "other"
+    recode(plain, other, tmp_path / "more", "gptq with desc_act")
+    tensors = load_file(other / "model.safetensors")
+    name = next(n for n in tensors if n.endswith("experts.2.w3.g_idx"))
+    tensors[name] = tensors[name].flip(0)
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="gate_up_proj: the columns of an expert's weights are in"):
+        load_base(other)
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,10 @@ _EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>\w+)
 # that hold one number for a whole weight.
 _BY_ROWS = ("fp8", "mxfp4", "nvfp4-factor", "nvfp4-divisor", "int8", "int4")
 _OF_ALL_ROWS = ("factor", "divisor")
+# Codecs of a transposed weight: rows are the last dimension of their parts. As SGLang fuses gate
+# and up, the groups of columns (`order`) are those of both.
+_BY_COLUMNS = ("gptq", "gptq-ordered", "awq")
+_OF_COLUMNS = ("order",)
 # Of one weight at a time; for each device and type, as large as the largest weight so far.
 _buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -107,6 +111,8 @@ def _stacked(experts: Sequence[Sequence[CodedTensor]], where: str) -> CodedTenso
     first = experts[0][0]
     high, wide = first.group
     heights = [part.shape[0] for part in experts[0]]
+    if first.codec in _BY_COLUMNS:
+        return _stacked_by_columns(experts, where)
     by_row = first.parts["scales"].dim() < 2 or first.parts["scales"].numel() == 1
     if first.codec not in _BY_ROWS:
         raise unusable(f"{where}: experts in {first.codec} have no codec here", PLAIN_REMEDY)
@@ -117,10 +123,7 @@ def _stacked(experts: Sequence[Sequence[CodedTensor]], where: str) -> CodedTenso
         )
     of_all: dict[str, list[Tensor]] = {part: [] for part in first.parts}
     for of in experts:
-        if [(p.codec, p.shape, p.group) for p in of] != [
-            (p.codec, p.shape, p.group) for p in experts[0]
-        ]:
-            raise unusable(f"{where}: experts differ in shape or in how they are stored")
+        _check_alike(of, experts[0], where)
         for name, stacks in of_all.items():
             parts = [part.parts[name] for part in of]
             if name in _OF_ALL_ROWS or (by_row and name == "scales"):
@@ -135,6 +138,36 @@ def _stacked(experts: Sequence[Sequence[CodedTensor]], where: str) -> CodedTenso
         (1, first.shape[1]) if by_row else (high, wide),
         {name: torch.stack(stacks) for name, stacks in of_all.items()},
     )
+
+
+def _stacked_by_columns(experts: Sequence[Sequence[CodedTensor]], where: str) -> CodedTensor:
+    """Return the same of weights that are stored the other way round."""
+    first = experts[0][0]
+    stacks: dict[str, list[Tensor]] = {name: [] for name in first.parts}
+    for of in experts:
+        _check_alike(of, experts[0], where)
+        for name, stack in stacks.items():
+            parts = [part.parts[name] for part in of]
+            if name not in _OF_COLUMNS:
+                stack.append(torch.cat(parts, -1))
+                continue
+            if not all(torch.equal(part, parts[0]) for part in parts):
+                raise unusable(
+                    f"{where}: the columns of an expert's weights are in groups of different "
+                    "orders, and have one in a tensor of both",
+                    PLAIN_REMEDY,
+                )
+            stack.append(parts[0])
+    shape = (len(experts), sum(part.shape[0] for part in experts[0]), first.shape[1])
+    whole = {name: torch.stack(stack) for name, stack in stacks.items()}
+    return CodedTensor(first.codec, shape, first.group, whole)
+
+
+def _check_alike(expert: Sequence[CodedTensor], first: Sequence[CodedTensor], where: str) -> None:
+    if [(p.codec, p.shape, p.group) for p in expert] != [
+        (p.codec, p.shape, p.group) for p in first
+    ]:
+        raise unusable(f"{where}: experts differ in shape or in how they are stored")
 
 
 def decoded(
