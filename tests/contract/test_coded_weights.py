@@ -1,4 +1,4 @@
-"""Over weights that are codes training is that of peft over the numbers that they stand for."""
+"""Train over weights that are codes as peft does over the numbers that they stand for."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def adapter(tmp_path_factory) -> Path:
 
 @torch.inference_mode()
 def greedy(adapter: Path | None) -> str:
-    """What transformers and PEFT answer to the prompt, without a cache of SGLang's making."""
+    """Return what transformers and PEFT answer to the prompt, without SGLang's cache."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     if adapter is not None:

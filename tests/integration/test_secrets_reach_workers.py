@@ -1,4 +1,4 @@
-"""What the Secrets of a job hold goes from the API server to its worker, and nowhere else.
+"""Secrets of a job reach its worker from the API server, and nobody else.
 
 API server, operator and agent are real; the worker answers with a digest of what it was given.
 """

@@ -67,7 +67,7 @@ class JobWorker:
         self._taken[-1].start()
 
     def _linger(self) -> None:
-        """Not killed with the agent, nor by a polite request."""
+        """Outlive the agent, and a polite request."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         signal.signal(signal.SIGTERM, lambda *_: None)
 
