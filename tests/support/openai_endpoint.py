@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from aiohttp import web
 
+from windrow_operator.connections import listen
 from windrow_operator.kube import ApiError, Conflict, ObjectNotFound
 from windrow_operator.openai_api.catalogue import ModelCatalogue
 from windrow_operator.openai_api.files import KeyFiles, StorageLimits
@@ -119,12 +120,13 @@ def served(held, storage, *, limits=None, template=None, key_secrets=("keys",)):
         catalogue = ModelCatalogue(held, template_.get("policies") or (), ())
         keyring = Keyring(held, "windrow-system", key_secrets)
         parts = ApiParts(held, keyring, files, catalogue, clock, template_)
-        runner = web.AppRunner(OpenAIServer(parts).application(), access_log=None)
+        endpoint = OpenAIServer(parts)
+        runner = web.AppRunner(endpoint.application(), access_log=None)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        started.set_result(f"http://127.0.0.1:{runner.addresses[0][1]}/v1")
+        server = await listen(runner.server, endpoint.connections, "127.0.0.1", 0, None)
+        started.set_result(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
         await asyncio.wrap_future(ending)
+        server.close()
         await runner.cleanup()
 
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import http.client
+import itertools
 import json
 import os
 import runpy
+import socket
 import threading
 import time
 from datetime import UTC, datetime
@@ -19,9 +22,10 @@ import pytest
 from support.openai_endpoint import GROUP, HeldObjects, served
 
 from windrow.conditions import set_condition
-from windrow_operator.openai_api import jobs
+from windrow_operator.openai_api import jobs, server
 from windrow_operator.openai_api.files import StorageLimits
 from windrow_operator.openai_api.keyring import keys_of
+from windrow_operator.openai_api.refusals import CallRefused
 from windrow_operator.openai_api.stores import DirectoryStore
 
 MODEL = "/models/chat"
@@ -37,6 +41,10 @@ def entry(namespace, key):
 
 @pytest.fixture
 def held():
+    return held_objects()
+
+
+def held_objects():
     held = HeldObjects()
     secret = {"blue": entry("blue", BLUE), "red": entry("red", RED), "other": entry("blue", OTHER)}
     held.put("/api/v1/namespaces/windrow-system/secrets/keys", data=secret)
@@ -336,6 +344,89 @@ def test_an_upload_that_breaks_off_leaves_nothing(endpoint, blue, tmp_path):
     connection.close()
     await_empty(tmp_path)
     assert list(blue.files.list()) == []
+
+
+def test_one_namespace_does_not_hold_all_places_of_uploads(endpoint, blue):
+    held_up = []
+    for _ in range(4):
+        connection = http.client.HTTPConnection(urlsplit(endpoint).netloc)
+        connection.putrequest("POST", "/v1/files")
+        connection.putheader("Authorization", f"Bearer {BLUE}")
+        connection.putheader("Content-Type", "multipart/form-data; boundary=b")
+        connection.putheader("Content-Length", "1000")
+        connection.endheaders(b"--b\r\n")
+        held_up.append(connection)
+    deadline_s = time.monotonic() + 60
+    while True:  # until the server has taken up all four
+        try:
+            blue.files.delete(upload(blue).id)
+        except openai.RateLimitError:
+            break
+        assert time.monotonic() < deadline_s
+    with client_of(endpoint, OTHER) as other, pytest.raises(openai.RateLimitError):
+        upload(other)  # another key of the same namespace
+    with client_of(endpoint, RED) as red:
+        assert upload(red).bytes == len(ROWS)
+    for connection in held_up:
+        connection.close()
+
+
+def test_connections_that_show_no_key_keep_nobody_out(held, tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "_MOST_UNPROVEN", 4)
+    with served(held, str(tmp_path)) as url, contextlib.ExitStack() as opened:
+        place = urlsplit(url)
+        silent = [
+            opened.enter_context(socket.create_connection((place.hostname, place.port)))
+            for _ in range(12)
+        ]
+        with client_of(url, BLUE) as client:
+            assert list(client.files.list()) == []
+        silent[0].settimeout(60)
+        assert silent[0].recv(1) == b""  # the oldest was ended
+
+
+async def test_an_upload_that_comes_byte_by_byte_is_ended():
+    class Dripping:
+        def at_eof(self):
+            return False
+
+        async def read_chunk(self, size):
+            return b"x"
+
+    times = itertools.count(0, 30)
+    with pytest.raises(CallRefused) as refused:
+        async for _ in server._pieces(Dripping(), lambda: float(next(times))):
+            pass
+    assert refused.value.status == 408
+
+
+@pytest.mark.parametrize("written", ["[" * 100_000, "[]", '{"method": {"a": 1}}', "null"])
+def test_what_others_write_into_a_jobs_annotation_breaks_no_listing(written):
+    meta = {"annotations": {"windrow.dev/api-request": written}}
+    assert jobs.request_of({"metadata": meta}) == {}
+
+
+def test_what_others_write_beside_their_rows_breaks_no_listing(endpoint, blue, tmp_path):
+    file = upload(blue)
+    (about,) = tmp_path.rglob("file.json")
+    right = json.loads(about.read_text())
+    for wrong in ({"bytes": -(10**18)}, {"rows": "many"}, {"created_at": None}, {"id": "../../x"}):
+        about.write_text(json.dumps(right | wrong))
+        with served(held_objects(), str(tmp_path)) as url, client_of(url, BLUE) as again:
+            assert list(again.files.list()) == []
+    about.write_text("[" * 60_000)
+    with served(held_objects(), str(tmp_path)) as url, client_of(url, BLUE) as again:
+        assert refusal(again.files.retrieve, file.id)[0] == 404
+
+
+def test_lines_of_figures_that_are_none_are_left_out():
+    lines = [
+        b'{"step": 1, "loss": 0.5}',
+        b'{"step": 2, "loss": "x", "eval_loss": 1}',
+        b'{"step": 3, "loss": 1, "unix_seconds": "now"}',
+        b"[" * 100_000,
+    ]
+    assert [line["step"] for line in jobs.losses_of(b"\n".join(lines))] == [1]
 
 
 def test_the_order_of_an_uploads_parts_does_not_matter(endpoint, blue, tmp_path):

@@ -21,6 +21,7 @@ from aiohttp import web
 from windrow.crd import parse_job_spec
 from windrow.documents import read_document
 from windrow.errors import UserError, WindrowError
+from windrow_operator.connections import listen
 from windrow_operator.kube import Kube
 from windrow_operator.log_lines import JsonFormatter
 from windrow_operator.openai_api.catalogue import ModelCatalogue
@@ -143,15 +144,18 @@ async def serve(settings: ApiSettings) -> None:
         template=settings.template,
         clock=clock,
     )
-    runner = web.AppRunner(OpenAIServer(parts).application(), access_log=None)
+    endpoint = OpenAIServer(parts)
+    runner = web.AppRunner(endpoint.application(), access_log=None)
     try:
         await runner.setup()
-        site = web.TCPSite(runner, settings.host, settings.port, ssl_context=_tls(settings))
-        await site.start()
+        assert runner.server is not None
+        place = (settings.host, settings.port)
+        server = await listen(runner.server, endpoint.connections, *place, _tls(settings))
         scheme = "https" if settings.certificate else "http"
-        for address in runner.addresses:
-            log.info("serving %s://%s:%d/v1", scheme, address[0], address[1])
+        for each in server.sockets:
+            log.info("serving %s://%s:%d/v1", scheme, *each.getsockname()[:2])
         await _asked_to_end()
+        server.close()
     finally:
         await runner.cleanup()
         await kube.close()

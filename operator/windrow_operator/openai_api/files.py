@@ -160,10 +160,9 @@ class KeyFiles:
         if found is None:
             self._known.pop(path, None)
             return None
-        try:
-            about = UploadedFile(**json.loads(found))
-        except (ValueError, TypeError):
-            return None  # a tenant's own pods can write there
+        about = _about_of(found)
+        if about is None:
+            return None
         self._known[path] = about
         while len(self._known) > _MOST_KNOWN:
             self._known.pop(next(iter(self._known)))
@@ -191,6 +190,20 @@ class KeyFiles:
         self._known.pop(f"{folder}/{_ABOUT}", None)
         for part in (_ABOUT, _ROWS):
             await asyncio.to_thread(self.store.remove, f"{folder}/{part}")
+
+
+def _about_of(content: bytes) -> UploadedFile | None:
+    """Return what is noted about a file; None: a tenant's own pods can write there, and have."""
+    try:
+        about = UploadedFile(**json.loads(content))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    texts, numbers = (
+        (about.id, about.filename, about.form),
+        (about.bytes, about.created_at, about.rows),
+    )
+    right = all(type(text) is str for text in texts) and all(type(n) is int for n in numbers)
+    return about if right and min(numbers) >= 0 and _ID.fullmatch(about.id) else None
 
 
 class PendingUpload:

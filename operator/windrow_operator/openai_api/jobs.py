@@ -149,9 +149,12 @@ def request_of(body: Body) -> dict[str, Any]:
     text = (body["metadata"].get("annotations") or {}).get(_REQUEST) or "{}"
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    texts = ("model", "method", "training_file", "validation_file")
+    if not isinstance(found, dict) or not all(isinstance(found.get(n, ""), str) for n in texts):
+        return {}
+    return found
 
 
 def is_cancelled(body: Body) -> bool:
@@ -358,12 +361,13 @@ def losses_of(text: bytes) -> list[dict[str, Any]]:
     for line in text.splitlines():
         try:
             figures = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if not isinstance(figures, dict) or not isinstance(figures.get("step"), int):
             continue
-        values = [figures.get(name) for name in ("loss", "eval_loss")]
-        if any(isinstance(value, int | float) for value in values):
+        values = [figures[name] for name in ("loss", "eval_loss") if figures.get(name) is not None]
+        at = figures.get("unix_seconds") or 0
+        if values and all(isinstance(value, int | float) for value in (*values, at)):
             found[(figures["step"], "eval_loss" in figures, figures.get("stage"))] = figures
     return list(found.values())
 

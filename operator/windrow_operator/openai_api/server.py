@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Any, Final
+from datetime import datetime, timedelta
+from typing import Any, Final, TypeVar
 from urllib.parse import urlencode
 
 from aiohttp import BodyPartReader, web
@@ -18,6 +21,7 @@ from windrow.crd import FINETUNE_JOB, parse_job_spec
 from windrow.crd.servable import check_servable
 from windrow.errors import UserError
 from windrow.outputs import OWN_FOLDER
+from windrow_operator.connections import Connections
 from windrow_operator.kube import ApiError, Conflict, Kube, ObjectNotFound, kind_path
 from windrow_operator.openai_api import jobs
 from windrow_operator.openai_api.catalogue import ModelCatalogue
@@ -44,6 +48,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Body = dict[str, Any]
+_T = TypeVar("_T")
 
 _MOST_BODY_BYTES: Final = 1 << 20
 _MOST_FIGURES_BYTES: Final = 16 << 20
@@ -51,7 +56,13 @@ _MOST_ACTIVE_JOBS: Final = 100
 _PIECE_BYTES: Final = 1 << 20
 # A caller that sends nothing for so long is gone.
 _SILENT_S: Final = 60.0
-_UPLOADS_AT_ONCE: Final = 16
+# An upload may take so long, and as long as its bytes take at this rate: a caller that sends one
+# byte a minute would have a place for ever.
+_LEAST_BYTES_PER_SECOND: Final = 16 << 10
+# Keys are as many as a tenant makes service accounts, so it is namespaces that share the places.
+_UPLOADS_AT_ONCE, _UPLOADS_OF_NAMESPACE = 16, 4
+# Connections whose caller has not shown a key, and for how long: the API server may be slow.
+_MOST_UNPROVEN, _PROVEN_WITHIN = 256, timedelta(seconds=30)
 _CALLS_PER_SECOND, _CALLS_AT_ONCE = 20.0, 100.0
 _MOST_REMEMBERED: Final = 4096
 _FIELDS_OF_UPLOAD: Final = ("purpose", "file")
@@ -84,11 +95,15 @@ class OpenAIServer:
 
     Args:
         parts: what it is made of.
+
+    Attributes:
+        connections: those of callers that have not shown a key yet.
     """
 
     def __init__(self, parts: ApiParts) -> None:
         self._parts, self._kube, self._files = parts, parts.kube, parts.files
-        self._uploads = asyncio.Semaphore(_UPLOADS_AT_ONCE)
+        self._uploads: Counter[str] = Counter()  # under way, by namespace
+        self.connections = Connections(_MOST_UNPROVEN, _PROVEN_WITHIN)
         self._rates: Forgetful[TokenBucket] = Forgetful(3600.0, _MOST_REMEMBERED)
 
     def application(self) -> web.Application:
@@ -130,6 +145,7 @@ class OpenAIServer:
                 authorization = request.headers.get("Authorization", "")
                 key = await self._parts.keyring.key_of(authorization, request.remote or "")
                 self._count(key)
+                self.connections.forget(request.transport)
                 request[_KEY] = key
             return await handler(request)
         except CallRefused as refused:
@@ -165,11 +181,22 @@ class OpenAIServer:
             raise CallRefused(
                 400, "The body is not multipart/form-data with `purpose` and `file`.", param="file"
             )
-        if self._uploads.locked():
-            raise busy("Too many uploads are under way. Try again later.", 5.0)
-        async with self._uploads:
+        with self._place(request[_KEY].namespace):
             await self._files.begin(request[_KEY], request.content_length or 0)
             return web.json_response((await self._received(request)).body)
+
+    @contextmanager
+    def _place(self, namespace: str) -> Iterator[None]:
+        """Have a place among the uploads while it is open."""
+        all_, own = self._uploads.total(), self._uploads[namespace]
+        if all_ >= _UPLOADS_AT_ONCE or own >= _UPLOADS_OF_NAMESPACE:
+            raise busy("Too many uploads are under way. Try again later.", 5.0)
+        self._uploads[namespace] += 1
+        try:
+            yield
+        finally:
+            self._uploads[namespace] -= 1
+            self._uploads += Counter()  # drops those at 0
 
     async def _received(self, request: web.Request) -> UploadedFile:
         """Take the parts in their order; what is stored is seen once all of them are right."""
@@ -177,9 +204,9 @@ class OpenAIServer:
         purpose: str | None = None
         try:
             reader: Any = await request.multipart()
-            async for part in reader:
+            while (part := await _in_time(reader.next())) is not None:
                 if _name_of(part) == "purpose":
-                    purpose = await _short(part)
+                    purpose = await _in_time(_short(part))
                     _check_purpose(purpose)
                 else:
                     upload = await self._next_file(request[_KEY], part, upload)
@@ -526,15 +553,25 @@ def _check_purpose(purpose: str | None) -> None:
         raise invalid("purpose", f"{purpose[:64]!r} has no use here", f"Write {PURPOSE}.")
 
 
-async def _pieces(part: BodyPartReader) -> AsyncIterator[bytes]:
+async def _in_time(awaited: Awaitable[_T]) -> _T:
     try:
-        while not part.at_eof():
-            async with asyncio.timeout(_SILENT_S):
-                piece = await part.read_chunk(_PIECE_BYTES)
-            if piece:
-                yield piece
+        async with asyncio.timeout(_SILENT_S):
+            return await awaited
     except TimeoutError as error:
         raise CallRefused(408, "The upload has stopped.", kind="timeout_error") from error
+
+
+async def _pieces(
+    part: BodyPartReader, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[bytes]:
+    begun_s, taken = clock(), 0
+    while not part.at_eof():
+        piece = await _in_time(part.read_chunk(_PIECE_BYTES))
+        taken += len(piece)
+        if clock() - begun_s > _SILENT_S + taken / _LEAST_BYTES_PER_SECOND:
+            raise CallRefused(408, "The upload is too slow.", kind="timeout_error")
+        if piece:
+            yield piece
 
 
 def _page(request: web.Request, found: list[Body], default: int) -> web.Response:
