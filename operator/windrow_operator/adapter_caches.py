@@ -80,6 +80,43 @@ class AdapterCaches:
         for key in [key for key in self._orders if key[1] == digest]:
             del self._orders[key]
 
+    def drop(
+        self, job: Job, policies: Mapping[str, CheckedPolicy], found: Sequence[Instance]
+    ) -> None:
+        """Have the copies of a job's version removed, where a sidecar can be asked for that.
+
+        Args:
+            job: that goes; no other job has its digest.
+            policies: see `require`.
+            found: the instances.
+        """
+        for policy, sharing in self._by_volume(policies, found).values():
+            volume = policy.spec.sidecar.cache_volume if policy.spec else None
+            able = (self._sidecar_of(each.uid) for each in sharing)
+            sidecar = next((each for each in able if each and each.stores_adapters), None)
+            if sidecar is None or volume is None:
+                continue
+            order = pb.StoreAdapter(
+                job_uid=job.uid,
+                digest=digest_of(job),
+                cache=cache_of(job, policy),
+                outputs=_outputs(job, policy, volume),
+                forget=True,
+            )
+            sidecar.send(pb.OperatorMessage(adapter=order))
+        self.forget(digest_of(job))
+
+    @staticmethod
+    def _by_volume(
+        policies: Mapping[str, CheckedPolicy], found: Iterable[Instance]
+    ) -> dict[tuple[str, str], tuple[CheckedPolicy, list[Instance]]]:
+        """Return the instances that share a volume with copies, with the policy that names it."""
+        ways: dict[tuple[str, str], tuple[CheckedPolicy, list[Instance]]] = {}
+        for each in found:
+            if policy := policies.get(each.uid):
+                ways.setdefault(_volume_of(policy, each), (policy, []))[1].append(each)
+        return ways
+
     async def require(
         self,
         job: Job,
@@ -100,14 +137,13 @@ class AdapterCaches:
             NotLoaded: one cannot be had; says why.
         """
         digest, wanted = digest_of(job), {**dict.fromkeys(keep), digest_of(job): None}
-        paths: dict[str, str] = {}
-        ways: dict[tuple[str, str], tuple[CheckedPolicy, list[Instance]]] = {}
-        for each in found:
-            if policy := policies.get(each.uid):
-                paths[each.key] = f"{cache_of(job, policy)}/{digest}"
-                ways.setdefault(_volume_of(policy, each), (policy, []))[1].append(each)
+        paths = {
+            each.key: f"{cache_of(job, policies[each.uid])}/{digest}"
+            for each in found
+            if each.uid in policies
+        }
         fetching = []
-        for policy, sharing in ways.values():
+        for policy, sharing in self._by_volume(policies, found).values():
             if not await self._ordered(job, policy, sharing, list(wanted)):
                 fetching.append(sharing[0].key)
         if fetching:
@@ -126,7 +162,7 @@ class AdapterCaches:
         if not attached:
             raise NotLoaded(
                 f"no sidecar beside {', '.join(each.key for each in sharing)} can copy it to the "
-                f"cache of policy {policy.name}"
+                f"cache of policy {policy.name}: none is attached, or they are older than that"
             )
         for each, sidecar in attached:
             order = self._orders.get((each.uid, digest))

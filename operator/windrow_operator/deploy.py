@@ -226,26 +226,28 @@ class Deployments:
         """
         assert job.spec is not None
         place = str(job.status["adapter"]["path"])
-        policies: dict[str, CheckedPolicy] = {}
+        policies = self._caching(job, found)
         for each in found:
+            if each.uid in policies or not is_bucket(place):
+                continue
             policy = self._policy_of(each, job)
-            if policy is not None and digest_of(job) and cache_of(job, policy):
-                policies[each.uid] = policy
-            elif is_bucket(place):
-                what = (
-                    "names no sidecar.adapterCache"
-                    if digest_of(job)
-                    else (
-                        "can copy it, but the worker that wrote it was too old to tell its digest"
-                    )
-                )
-                raise NotLoaded(
-                    f"{each.key} loads from paths, the adapter is in {place}, and policy "
-                    f"{policy.name if policy else 'of its namespace'} {what}"
-                )
+            what = "names no sidecar.adapterCache"
+            if digest_of(job) == "":
+                what = "can copy it, but the worker that wrote it was too old to report its digest"
+            raise NotLoaded(
+                f"{each.key} loads from paths, the adapter is in {place}, and policy "
+                f"{policy.name if policy else 'of its namespace'} {what}"
+            )
         keep = kept_digests(job.namespace, self._wanted())
         cached = await self.caches.require(job, policies, found, keep)
         return {each.key: cached.get(each.key, place) for each in found}
+
+    def _caching(self, job: Job, found: Iterable[Instance]) -> dict[str, CheckedPolicy]:
+        """Return the policies by which instances load from copies, by the UIDs of their pods."""
+        if not digest_of(job):
+            return {}
+        known = ((each.uid, self._policy_of(each, job)) for each in found)
+        return {uid: policy for uid, policy in known if policy and cache_of(job, policy)}
 
     def _policy_of(self, instance: Instance, job: Job) -> CheckedPolicy | None:
         """Return the policy under which an instance takes adapters.
@@ -272,15 +274,17 @@ class Deployments:
         if FINALIZER_ADAPTER not in (job.body["metadata"].get("finalizers") or ()):
             return
         others = versions(job, self._wanted())
+        found = instances(await self._pods(job), job)
         if others:
             self._look_at.pop(others[-1].uid, None)
         else:
-            found = instances(await self._pods(job), job)
             try:
                 found = await self._with_keys(found)
             except NotLoaded as error:
                 log.warning("job %s: %s", job.key, error)
             await self._unload(reversed(found), served_name(job), job, servers)
+            if digest_of(job) not in kept_digests(job.namespace, self._wanted()):
+                self.caches.drop(job, self._caching(job, found), found)
         body = dict(job.body)
         await set_finalizer(self._kube, self._cluster, body, FINALIZER_ADAPTER, present=False)
 

@@ -150,6 +150,7 @@ def order_of(source, digest, volume, **changes):
     cache = f"{volume}/team/.windrow-adapters/team"
     return {
         "source": source,
+        "forget": False,
         "digest": digest,
         "cache": cache,
         "cacheBytes": 10**6,
@@ -217,8 +218,12 @@ def test_an_adapter_arrives_from_a_repository_of_the_hub(tmp_path, monkeypatch):
     with served(tmp_path) as address:
         monkeypatch.setenv("HF_ENDPOINT", address)
         (told,) = stored(tmp_path / "volume", {"source": "hf://team/tone", "digest": digest})
-    assert told.error == ""
-    assert names(tmp_path / "volume/team/.windrow-adapters/team") == {digest}
+        assert told.error == ""
+        assert names(tmp_path / "volume/team/.windrow-adapters/team") == {digest}
+    # What its job leaves behind goes with it, whether or not the Hub answers.
+    order = order_of("", digest, tmp_path / "volume", forget=True)
+    fetch(order)
+    assert names(Path(order["cache"])) == set()
 
 
 def test_an_adapter_arrives_from_a_bucket_and_another_in_its_place_does_not(tmp_path, bucket):

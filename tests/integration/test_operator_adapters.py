@@ -388,6 +388,13 @@ def test_a_name_points_to_the_newest_version_that_passes_and_back(cluster, cache
     cluster.delete_job("two")
     said_of(cluster, "one", "Loaded")
     assert points_to() == one
+    # With the last version the copy goes as well: SGLang keeps the name, and would load it again.
+    for name in ("worse", "broken", "one"):
+        cluster.delete_job(name)
+    order = sidecar.next("adapter", what=lambda order: order.forget)
+    assert order.digest == Path(one).name
+    wait_until(lambda: not cluster.has_job("one"), "the job is gone")
+    assert decode.adapters == {}
     events = cluster.core.list_namespaced_event(cluster.namespace).items
     assert {"CanaryFailed", "Superseded", "Loaded"} <= {event.reason for event in events}
 

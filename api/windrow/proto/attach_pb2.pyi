@@ -409,7 +409,7 @@ class JobEvent(_message.Message):
     def __init__(self, kind: _Optional[_Union[JobEvent.Kind, str]] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., user_error: _Optional[bool] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., adapter_path: _Optional[str] = ..., base_eval_loss: _Optional[float] = ..., tuned_eval_loss: _Optional[float] = ..., at_unix_seconds: _Optional[float] = ..., field: _Optional[str] = ..., remedy: _Optional[str] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
 
 class StoreAdapter(_message.Message):
-    __slots__ = ("job_uid", "source", "digest", "cache", "cache_bytes", "keep", "outputs", "access", "secret", "leader_term")
+    __slots__ = ("job_uid", "source", "digest", "cache", "cache_bytes", "keep", "outputs", "access", "secret", "leader_term", "forget")
     class SecretEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -427,6 +427,7 @@ class StoreAdapter(_message.Message):
     ACCESS_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     LEADER_TERM_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
     job_uid: str
     source: str
     digest: str
@@ -437,7 +438,8 @@ class StoreAdapter(_message.Message):
     access: Access
     secret: _containers.ScalarMap[str, str]
     leader_term: int
-    def __init__(self, job_uid: _Optional[str] = ..., source: _Optional[str] = ..., digest: _Optional[str] = ..., cache: _Optional[str] = ..., cache_bytes: _Optional[int] = ..., keep: _Optional[_Iterable[str]] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., access: _Optional[_Union[Access, _Mapping]] = ..., secret: _Optional[_Mapping[str, str]] = ..., leader_term: _Optional[int] = ...) -> None: ...
+    forget: bool
+    def __init__(self, job_uid: _Optional[str] = ..., source: _Optional[str] = ..., digest: _Optional[str] = ..., cache: _Optional[str] = ..., cache_bytes: _Optional[int] = ..., keep: _Optional[_Iterable[str]] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., access: _Optional[_Union[Access, _Mapping]] = ..., secret: _Optional[_Mapping[str, str]] = ..., leader_term: _Optional[int] = ..., forget: _Optional[bool] = ...) -> None: ...
 
 class AdapterStored(_message.Message):
     __slots__ = ("job_uid", "digest", "error")

@@ -45,8 +45,8 @@ class AdapterStore:
         self._process: asyncio.subprocess.Process | None = None
 
     async def store(self, order: attach_pb2.StoreAdapter) -> None:
-        """Have an adapter stored, and tell what became of it; the same order twice is one."""
-        if order.digest in self._waiting:
+        """Have an adapter stored, or removed, and tell what became of it; twice the same is one."""
+        if order.digest in self._waiting and not order.forget:
             return
         self._waiting.add(order.digest)
         try:
@@ -55,7 +55,10 @@ class AdapterStore:
         finally:
             self._waiting.discard(order.digest)
         if error:
-            _log.warning("the adapter of job %s is not stored: %s", order.job_uid, error)
+            what = "removed" if order.forget else "stored"
+            _log.warning("the adapter of job %s is not %s: %s", order.job_uid, what, error)
+        if order.forget:
+            return
         self._told(
             attach_pb2.AdapterStored(job_uid=order.job_uid, digest=order.digest, error=error)
         )
@@ -99,6 +102,7 @@ class AdapterStore:
 def _document(settings: AgentSettings, order: attach_pb2.StoreAdapter) -> dict[str, object]:
     return {
         "source": order.source,
+        "forget": order.forget,
         "digest": order.digest,
         "cache": order.cache,
         "cacheBytes": order.cache_bytes,

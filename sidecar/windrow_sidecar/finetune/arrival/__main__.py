@@ -30,13 +30,7 @@ def fetch(order: Mapping[str, Any]) -> None:
     Raises:
         UserError, Transient, OSError: nothing of the adapter is in the cache.
     """
-    access = SourceAccess.of(order["access"], order["trees"])
-    if access.network is not None:
-        network_guard.install().admit("adapter", access.network)
-    credentials = Credentials(
-        "of spec.output.secretRef" if order["secret"] else "", order["secret"]
-    )
-    source = AdapterSource(order["source"], credentials, access)
+    source = None if order["forget"] else _source(order)
     make_trees(order["trees"], order["mounts"])
     trees = [Path(tree) for tree in order["trees"]]
     cache = Path(order["cache"])
@@ -45,9 +39,21 @@ def fetch(order: Mapping[str, Any]) -> None:
     folder = folder_below(tree, cache.relative_to(tree).parts, make=True)
     try:
         held = Path(f"/proc/self/fd/{folder}")
-        AdapterCache(held, order["cacheBytes"]).store(source, order["digest"], order["keep"])
+        kept = AdapterCache(held, order["cacheBytes"])
+        if source is None:
+            kept.forget(order["digest"])
+        else:
+            kept.store(source, order["digest"], order["keep"])
     finally:
         os.close(folder)
+
+
+def _source(order: Mapping[str, Any]) -> AdapterSource:
+    access = SourceAccess.of(order["access"], order["trees"])
+    if access.network is not None:
+        network_guard.install().admit("adapter", access.network)
+    secret = "of spec.output.secretRef" if order["secret"] else ""
+    return AdapterSource(order["source"], Credentials(secret, order["secret"]), access)
 
 
 def main() -> int:

@@ -69,6 +69,11 @@ class AdapterCache:
         self._remove(copy)
         return False
 
+    def forget(self, digest: str) -> None:
+        """Remove a copy, if it is there: SGLang would load it again by a name that it has kept."""
+        if is_digest(digest):
+            self._remove(self._folder / digest)
+
     def store(self, source: AdapterFiles, digest: str, keep: Collection[str]) -> None:
         """Copy an adapter, unless it is there.
 
