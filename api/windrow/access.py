@@ -21,8 +21,19 @@ SOURCE_PATTERN: Final = (
     r"|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]+(/[0-9]{1,3})?)$"
 )
 
-# Where clouds serve a node's credentials at other than link-local addresses.
-_METADATA: Final = frozenset(map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200")))
+# Where clouds serve a node's credentials at other than link-local addresses: Amazon's by IPv6,
+# Alibaba's, Azure's WireServer, Oracle's.
+_METADATA: Final = frozenset(
+    map(
+        ipaddress.ip_address,
+        ("fd00:ec2::254", "100.100.100.200", "168.63.129.16", "192.0.0.192"),
+    )
+)
+# IPv6 addresses that end in the IPv4 address that is meant: compatible with it, translated to it,
+# by NAT64 of all and of one's own network (RFC 4291, 2765, 6052, 8215).
+_ENDS_IN_IPV4: Final = tuple(
+    map(ipaddress.IPv6Network, ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48"))
+)
 
 _NUMBERS: Final = r"(0[xX][0-9A-Fa-f]*|[0-9]+)(\.(0[xX][0-9A-Fa-f]*|[0-9]+)){0,3}"
 
@@ -112,7 +123,8 @@ def _plain(address: Address) -> Address:
     """Return the IPv4 address within one of IPv6 that only carries it."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
-        if inner is None and address in ipaddress.ip_network("64:ff9b::/96"):
+        own = address.is_unspecified or address.is_loopback
+        if inner is None and not own and any(address in each for each in _ENDS_IN_IPV4):
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             return inner
@@ -166,9 +178,9 @@ class NetworkAccess:
         if address_of(host) is None and any(each.name != "*" for each in names):
             return ""
         if self.sources is None:
-            open_ = found.is_global or self.private
+            open_ = _is_public(found) or self.private
             return "" if open_ else f"{what} has a private address. {_ASK}"
-        return "" if names and found.is_global else self._not_listed(what)
+        return "" if names and _is_public(found) else self._not_listed(what)
 
     def _not_listed(self, what: str) -> str:
         listed = ", ".join(self.sources or ()) or "nothing"
@@ -176,6 +188,12 @@ class NetworkAccess:
 
     def _entries(self) -> list[Source]:
         return [parse_source(text) for text in self.sources or ()]
+
+
+def _is_public(address: Address) -> bool:
+    # Site-local ones are private, and were so before the ranges that Python knows as such.
+    is_of_site = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
+    return address.is_global and not is_of_site
 
 
 def _is_nobodys(address: Address) -> bool:

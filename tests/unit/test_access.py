@@ -49,6 +49,8 @@ def test_without_a_list_public_hosts_are_open_and_private_ones_to_the_own_namesp
     [
         *(METADATA, "::ffff:169.254.169.254", "fe80::1%eth0", "0.0.0.0", "::", "224.0.0.1"),
         *("fd00:ec2::254", "100.100.100.200", "64:ff9b::a9fe:a9fe", "2002:a9fe:a9fe::"),
+        *("168.63.129.16", "192.0.0.192", "::ffff:168.63.129.16"),  # Azure, Oracle
+        *("::169.254.169.254", "::ffff:0:a9fe:a9fe", "64:ff9b:1::a9fe:a9fe"),
     ],
 )
 def test_where_a_nodes_credentials_are_served_is_closed_whoever_asks(address: str) -> None:
@@ -58,7 +60,11 @@ def test_where_a_nodes_credentials_are_served_is_closed_whoever_asks(address: st
 
 
 @pytest.mark.parametrize(
-    "address", [PRIVATE, "127.0.0.1", "::1", "fd12::1", "100.64.0.1", "::ffff:10.1.2.3"]
+    "address",
+    [
+        *(PRIVATE, "127.0.0.1", "::1", "fd12::1", "100.64.0.1", "::ffff:10.1.2.3", "fec0::1"),
+        *("::10.1.2.3", "::ffff:0:a01:203", "64:ff9b:1::a01:203", "::127.0.0.1"),
+    ],
 )
 def test_a_wildcard_for_all_hosts_opens_no_private_address(address: str) -> None:
     access = NetworkAccess(("*",))

@@ -261,6 +261,14 @@ def test_confined_files_resolve_to_a_place_without_links(volume):
     assert ConfinedFiles((volume,)).resolve(volume / "latest") == (volume / "sub").resolve()
 
 
+@pytest.mark.parametrize(
+    "url", ["http://[2606:4700::1111]/rows.jsonl", "http://[a::file:///etc/hostname]/rows.jsonl"]
+)
+def test_an_address_that_clients_would_take_for_two_sources_is_refused_as_that(volume, url):
+    with pytest.raises(UserError, match="by which clients join two sources"):
+        rows(url, access_to(volume))
+
+
 def test_links_without_end_are_said_to_be_that(volume):
     (volume / "sub" / "again").symlink_to(".")
     with pytest.raises(UserError, match="has links without end below"):
