@@ -67,7 +67,8 @@ _DEFAULTS: Final[dict[str, object]] = {
     "speculative_algorithm": None,
     "speculative_eagle_topk": None,
 }
-_IMAGE_VERSION = re.compile(r"sglang[^/@]*:v?(\d+\.\d+\.\d+)")
+# Images of stacks that hold SGLang (sglang-runtime, sglang-router) have versions of their own.
+_IMAGE_VERSION = re.compile(r"(?:^|/)sglang:v?(\d+\.\d+\.\d+)")
 
 
 def check_version(version: str, *, insisted: bool) -> None:

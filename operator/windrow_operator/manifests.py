@@ -73,6 +73,23 @@ def _pods(kind: str, manifest: Mapping[str, Any]) -> Iterator[tuple[str, Body]]:
         yield from _ome(spec)
     elif kind in ("LLMInferenceService", "LLMInferenceServiceConfig"):
         yield from _llm_d(spec)
+    else:
+        yield from _templates_in(spec, "spec")
+
+
+def _templates_in(part: object, place: str) -> Iterator[tuple[str, Body]]:
+    """Yield the pod templates in an object of a kind that we do not know (Rollout, CloneSet)."""
+    if isinstance(part, Mapping):
+        spec = part.get("spec")
+        containers = spec.get("containers") if isinstance(spec, Mapping) else None
+        if isinstance(containers, list) and containers:
+            yield place, {"metadata": part.get("metadata") or {}, "spec": spec}
+            return
+        for name, below in part.items():
+            yield from _templates_in(below, f"{place}.{name}")
+    elif isinstance(part, list):
+        for number, below in enumerate(part):
+            yield from _templates_in(below, f"{place}[{number}]")
 
 
 def _leader_and_workers(group: Mapping[str, Any]) -> Iterator[tuple[str, Body]]:

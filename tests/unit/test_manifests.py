@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from windrow import sglang
 from windrow_operator.preview import previews
 
 ENGINE = {
@@ -103,6 +104,12 @@ KSERVE = manifest(
         (manifest("Deployment", template=LEADER), [""]),
         ({"kind": "CronJob", "spec": {"jobTemplate": {"spec": {"template": LEADER}}}}, [""]),
         ({"kind": "List", "items": [manifest("Job", template=LEADER)]}, [""]),
+        (manifest("Rollout", template=LEADER), ["spec.template"]),
+        (manifest("CloneSet", template=LEADER), ["spec.template"]),
+        (
+            manifest("StormService", template={"spec": {"roles": [{"template": LEADER}]}}),
+            ["spec.template.spec.roles[0].template"],
+        ),
     ],
     ids=lambda value: value.get("kind") if isinstance(value, dict) else None,
 )
@@ -111,6 +118,21 @@ def test_the_pods_that_decode_are_found_in_each_kind(manifest, prepared):
     found = [each["where"].partition(", ")[2] for each in answers if each["touched"]]
     assert found == prepared
     assert all(each["reason"] == "NotAsked" for each in answers if not each["touched"])
+
+
+@pytest.mark.parametrize(
+    ("image", "version"),
+    [
+        ("lmsysorg/sglang:v0.5.9-cu129", "0.5.9"),
+        ("sglang:0.5.23", "0.5.23"),
+        ("registry:5000/lmsysorg/sglang:v0.5.23@sha256:00", "0.5.23"),
+        ("nvcr.io/nvidia/ai-dynamo/sglang-runtime:0.7.0", ""),
+        ("lmsysorg/sglang-router:v0.2.1", ""),
+        ("lmsysorg/sglang:latest", ""),
+    ],
+)
+def test_the_version_of_an_image_is_that_of_sglangs_own_images_alone(image, version):
+    assert sglang.version_of_image(image) == version
 
 
 def test_kinds_that_make_no_pod_are_passed_over():

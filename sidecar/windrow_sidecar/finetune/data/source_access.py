@@ -46,14 +46,13 @@ class SourceAccess:
         """
         if self.trees is None and self.network is None:
             return
-        scheme = urlsplit(url).scheme
-        if "::" in url and scheme in _PORTS:
+        if "::" in url and url.partition("://")[0].lower() in _PORTS:
             raise _refusal(
                 f"{url.partition('?')[0]!r} has a ::, by which clients join two sources",
                 field,
                 "Write an IPv6 address with all its parts, like [2001:db8:0:0:0:0:0:1].",
             )
-        if "::" in url or scheme not in SCHEMES:
+        if "::" in url or (scheme := urlsplit(url).scheme) not in SCHEMES:
             raise _refusal(
                 f"{url.partition('?')[0]!r} is not a source that a job beside decode may read",
                 field,
