@@ -158,6 +158,17 @@ DECODE_WAITING: Final = _of_slot(
     "requests",
     "Requests that have arrived and do not run yet.",
 )
+LORA_REQUESTS: Final = _of_slot(
+    "windrow_lora_requests_info",
+    _GAUGE,
+    "Unix time",
+    "When the engine last reported its LoRA adapters: those on the device and those that requests "
+    "in the queue wait for, as their `model`, with commas between. As inference routers of the "
+    "Gateway API read it. No series: the engine serves none, or does not report them.",
+    "max_lora",
+    "running_lora_adapters",
+    "waiting_lora_adapters",
+)
 DECODE_REQUESTS: Final = _of_slot(
     "windrow_decode_requests_completed_total", _COUNTER, "requests", "Requests that were answered."
 )

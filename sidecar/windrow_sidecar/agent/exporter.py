@@ -134,9 +134,22 @@ def _decode(slots: Mapping[Key, AgentSlot]) -> Iterator[Family]:
     yield _gauge(m.DECODE_BATCH, each(lambda s: s.stats.batch))
     yield _gauge(m.DECODE_CONTEXT, each(lambda s: s.stats.context_tokens))
     yield _gauge(m.DECODE_WAITING, each(lambda s: s.stats.waiting))
+    yield _gauge(
+        m.LORA_REQUESTS,
+        [
+            ((*key, *_adapters(s.stats.adapters)), s.reported_at_s)
+            for key, s in slots.items()
+            if s.stats.HasField("adapters")
+        ],
+    )
     yield _counter(m.DECODE_REQUESTS, each(lambda s: s.stats.requests_completed))
     yield _counter(m.DECODE_FIRST_TOKENS, each(lambda s: s.stats.first_tokens))
     yield _counter(m.DECODE_FIRST_TOKENS_OVER, each(lambda s: s.stats.first_tokens_over_objective))
+
+
+def _adapters(served: agent_pb2.ServedAdapters) -> tuple[str, str, str]:
+    """Return the labels of the model server protocol: how many fit, which are there, which wait."""
+    return str(served.most_on_device), ",".join(served.on_device), ",".join(served.waited_for)
 
 
 def _device(slots: Mapping[Key, AgentSlot]) -> Iterator[Family]:

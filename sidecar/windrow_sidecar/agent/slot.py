@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final, Protocol
@@ -81,6 +82,7 @@ class AgentSlot:
         self._leaving = False  # the sidecar was asked to end
         self.hello: agent_pb2.EngineHello | None = None
         self.stats = agent_pb2.EngineStats()
+        self.reported_at_s = 0.0  # Unix time of the stats; 0: none yet
         self.profile: agent_pb2.EngineProfile | None = None
         self.utilization = Utilization()
         self._meter = make_meter("host", 1)
@@ -144,7 +146,7 @@ class AgentSlot:
 
     def engine_reported(self, stats: agent_pb2.EngineStats) -> None:
         """Take the engine's report; called once a second."""
-        self.stats = stats
+        self.stats, self.reported_at_s = stats, time.time()
         if (sharing := self._shared()) != self._told_sharing:
             self._told_sharing = sharing
             if sharing is not None:

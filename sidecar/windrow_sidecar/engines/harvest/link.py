@@ -89,6 +89,7 @@ class EngineAgentLink:
         self._refusal = ""  # why the last policy is not in force
         self._requests_completed = 0
         self._throttled = Throttling(throttled)
+        self._read_adapters: Callable[[], agent_pb2.ServedAdapters | None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="windrow-agent-link", daemon=True)
 
     def start(self) -> None:
@@ -102,6 +103,10 @@ class EngineAgentLink:
     def set_profile(self, profile: Profile) -> None:
         """Report this profile with the next figures, and whenever the agent is dialled again."""
         self._profile = profile
+
+    def show_adapters(self, read: Callable[[], agent_pb2.ServedAdapters | None]) -> None:
+        """Report with each figures what `read` returns; it is called on the link's thread."""
+        self._read_adapters = read
 
     def close(self) -> None:
         """Hang up; waits for the thread for at most two seconds."""
@@ -194,6 +199,7 @@ class EngineAgentLink:
             throttled_seconds=throttled.seconds,
             first_tokens=s.first_tokens,
             first_tokens_over_objective=s.first_tokens_over_objective,
+            adapters=self._read_adapters(),
         )
 
     def _obey(self, command: agent_pb2.EngineCommand) -> None:

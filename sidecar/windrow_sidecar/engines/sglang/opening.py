@@ -29,6 +29,7 @@ from windrow_sidecar.engines.logflush import LogFlusher
 from windrow_sidecar.engines.opening import open_harvest
 from windrow_sidecar.engines.profile import Subject
 from windrow_sidecar.engines.sglang import compat
+from windrow_sidecar.engines.sglang.adapters import SchedulerAdapters
 from windrow_sidecar.engines.sglang.graphs import GraphShares, disjoint_levels
 from windrow_sidecar.engines.sglang.harvesting import HarvestParts, SchedulerHarvest
 from windrow_sidecar.engines.sglang.learning import KeptProfile, SoloLearner
@@ -114,6 +115,9 @@ def harvest_scheduler(
         log=log,
         on_failure=on_failure,
     )
+    if getattr(args, "enable_lora", False) and running.link is not None:
+        model = str(args.served_model_name or args.model_path)
+        running.link.show_adapters(SchedulerAdapters(opened.scheduler, model).read)
     parts = HarvestParts(
         inner=running.inner,
         hook=running.hook,
