@@ -13,7 +13,7 @@ from typing import Any, Final
 from windrow.errors import UserError
 
 # Versions on which the tests of tests/sglang have passed (docs/sglang.md has the table).
-TESTED = ("0.5.23",)
+TESTED = ("0.5.22", "0.5.23")
 ENV_UNTESTED = "WINDROW_SGLANG_UNTESTED"  # "1": run on another version as well
 # trtllm_mha, trtllm_mla and dsa compute on views of the pool by page, of whatever strides.
 _BACKENDS = (

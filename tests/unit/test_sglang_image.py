@@ -108,7 +108,7 @@ def test_an_image_whose_sglang_nobody_has_tested_is_refused_with_the_versions(im
     write(packages, "sglang", "0.5.9")
     done = add()
     assert done.returncode == 1
-    assert "SGLang 0.5.9 is not one that the plugin was tested with (0.5.23" in done.stderr
+    assert "SGLang 0.5.9 is not one that the plugin was tested with (0.5.22, 0.5.23" in done.stderr
 
 
 def test_the_image_is_built_from_a_digest_and_by_this_script():
