@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # A copy takes minutes at most; one that is not answered is asked for again.
 _ASKED_AGAIN_AFTER_S: Final = 900.0
+# A server that refuses may not have found the copy: it is looked at again, but not each time.
+_LOOKED_AT_AGAIN_AFTER_S: Final = 600.0
 
 
 class SidecarStream(Protocol):
@@ -76,9 +78,11 @@ class AdapterCaches:
             order.answer = claims.text(told.error)
 
     def forget(self, digest: str) -> None:
-        """Have copies looked at again: a server did not find one."""
-        for key in [key for key in self._orders if key[1] == digest]:
-            del self._orders[key]
+        """Have copies looked at again that were last looked at a while ago."""
+        before_s = self._clock() - _LOOKED_AT_AGAIN_AFTER_S
+        for key, order in [*self._orders.items()]:
+            if key[1] == digest and order.asked_at_s < before_s:
+                del self._orders[key]
 
     def drop(
         self, job: Job, policies: Mapping[str, CheckedPolicy], found: Sequence[Instance]
@@ -104,7 +108,8 @@ class AdapterCaches:
                 forget=True,
             )
             sidecar.send(pb.OperatorMessage(adapter=order))
-        self.forget(digest_of(job))
+        for key in [key for key in self._orders if key[1] == digest_of(job)]:
+            del self._orders[key]
 
     @staticmethod
     def _by_volume(

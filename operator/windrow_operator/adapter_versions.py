@@ -67,11 +67,17 @@ def versions(job: Job, jobs: Iterable[Job]) -> list[Job]:
         for each in jobs
         if each.namespace == job.namespace
         and served_name(each) == name
+        and _model(each) == _model(job)
         and each.deleted_at is None
         and is_wanted(each)
         and not has_failed(each)
     ]
     return sorted(found, key=lambda each: (str(each.status.get("completionTime")), each.uid))
+
+
+def _model(job: Job) -> str:
+    """Return the base model: servers of another one have names of their own."""
+    return job.spec.model.name if job.spec else ""
 
 
 def kept_digests(namespace: str, jobs: Iterable[Job]) -> list[str]:

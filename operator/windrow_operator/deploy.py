@@ -188,18 +188,22 @@ class Deployments:
         pinned = name == served_name(job) and job.spec.output.deploy.pinned
         await servers.load_everywhere(targets, name, pinned=pinned)
         model, asked = job.spec.model.name, [each for each, _ in targets]
-        note, why, passed = "", "", False
+        note, passed = "", False
         try:
             groups = probes(asked)
             if not groups:
                 note = ". No canary was asked: no prefill instance computes prompts for decode"
             for parts in groups:
                 try:
-                    why = await servers.ask(parts, f"{model}:{name}", canary.prompt)
+                    why = await _answer(servers, parts, f"{model}:{name}", canary.prompt)
                 except KeyRefused as error:
                     note = f". No canary was asked: {error}"
                     break
-                if why and (other := await servers.ask(parts, model, canary.prompt)):
+                other = await _answer(servers, parts, model, canary.prompt) if why else ""
+                if other and before is None:  # nothing is served that could get worse
+                    note = f". No canary was asked: {other} also without an adapter"
+                    break
+                if other:
                     raise NotLoaded(f"{other} also without an adapter")
                 if why:
                     raise CanaryFailed(f"{why}, and not without the adapter")
@@ -356,3 +360,13 @@ class Deployments:
         self._cluster.put_job(written)
         event = Event(reason, message, warning=reason in _WARNINGS)
         await self._recorder.record(written, event)
+
+
+async def _answer(servers: Servers, parts: Sequence[Instance], model: str, prompt: str) -> str:
+    """Return why instances give no answer; "": they do. Raises KeyRefused."""
+    try:
+        return await servers.ask(parts, model, prompt)
+    except KeyRefused:
+        raise
+    except NotLoaded as error:
+        return str(error)

@@ -20,20 +20,32 @@ from windrow_operator.adapter_versions import (
     trial_name,
     versions,
 )
+from windrow_operator.cluster_state import ClusterState
+from windrow_operator.deploy import CanaryFailed, Deployments
 from windrow_operator.model import Job
 from windrow_operator.policies import policy_of
-from windrow_operator.server_calls import NotLoaded, Servers, probes
+from windrow_operator.server_calls import KeyRefused, NotLoaded, Servers, probes
 from windrow_operator.serving import Instance
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def job(job_name, *, ended=0, namespace="team", destination="", digest="", loss=None, **deploy):
+def job(
+    job_name,
+    *,
+    model="/m",
+    ended=0,
+    namespace="team",
+    destination="",
+    digest="",
+    loss=None,
+    **deploy,
+):
     output = {"destination": destination or f"s3://team/{job_name}"}
     named = {"enabled": True, "name": "tone", **deploy}
     output["deploy"] = {key: value for key, value in named.items() if value is not None}
     spec = {
-        "model": {"name": "/m"},
+        "model": {"name": model},
         "dataset": {"source": "/rows.jsonl", "evalFraction": 0.1},
         "training": {"maxSteps": 1},
         "output": output,
@@ -57,6 +69,7 @@ def judged(one, reason):
 def test_the_newest_version_that_has_not_failed_is_last():
     one, two, three = job("b", ended=1), job("a", ended=2), job("c", ended=3)
     others = [job("d", ended=4, name="other"), job("e", ended=5, namespace="others")]
+    others += [job("g", ended=6, model="/another")]
     gone = replace(job("f", ended=6), deleted_at=NOW)
     known = [three, *others, gone, two, one]
     assert versions(two, known) == [one, two, three]
@@ -193,3 +206,51 @@ def test_each_instance_answers_a_canary_and_decode_only_with_a_prefill_instance(
     assert (whole,) in pairs
     assert all(len(pair) == 2 for pair in pairs if whole not in pair)
     assert probes(decode) == []
+
+
+class Answering:
+    """Servers that take every adapter, and answer as `says` by what a request names."""
+
+    def __init__(self, says):
+        self.says, self.names = says, []
+
+    async def load_everywhere(self, targets, name, *, pinned):
+        self.names.append(name)
+
+    async def unload(self, instance, name):
+        self.names.remove(name)
+
+    async def ask(self, parts, model, prompt):
+        said = self.says["adapter" if ":" in model else "base"]
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+
+SILENT = NotLoaded("w does not answer v1/completions: TimeoutError")
+
+
+@pytest.mark.parametrize(
+    ("says", "first", "later"),
+    [
+        ({"adapter": "", "base": ""}, "", ""),
+        ({"adapter": "w answers with an error", "base": ""}, CanaryFailed, CanaryFailed),
+        ({"adapter": SILENT, "base": ""}, CanaryFailed, CanaryFailed),
+        ({"adapter": SILENT, "base": SILENT}, "No canary was asked", NotLoaded),
+        ({"adapter": KeyRefused("w asks for a key"), "base": ""}, "asks for a key", "asks for a"),
+    ],
+)
+def test_a_canary_says_something_where_servers_answer_without_the_adapter(says, first, later):
+    target = (Instance("w", "", "decode", "", is_whole=True), "/a")
+    deployments = Deployments(ClusterState(NOW), None, None, lambda: NOW)
+    for before, outcome in ((None, first), (job("a"), later)):
+        servers = Answering(says)
+        trying = deployments._try_out(job("b"), before, [target], servers)
+        if isinstance(outcome, str):
+            assert outcome in asyncio.run(trying)
+            # The first version stays under its name, a later one leaves its name of the trial.
+            assert servers.names == ([] if before else ["team.tone"])
+        else:
+            with pytest.raises(outcome):
+                asyncio.run(trying)
+            assert servers.names == []
