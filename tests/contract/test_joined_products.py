@@ -11,6 +11,7 @@ from torch.utils.dlpack import from_dlpack
 from transformers import AutoModelForCausalLM
 
 from windrow_sidecar._core import Arena, Geometry
+from windrow_sidecar.engines.builtin.joined_profile import profile_joined
 from windrow_sidecar.engines.builtin.kv.kvcache import KvCache, SequenceKv
 from windrow_sidecar.engines.builtin.kv.kvplaces import KvPlaces
 from windrow_sidecar.engines.builtin.llama.config import read_config
@@ -23,6 +24,7 @@ from windrow_sidecar.engines.builtin.web.messages import Submit
 from windrow_sidecar.finetune.engine.orders import token_major
 from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.finetune.in_engine.joined_products import RiderSeat, join_products
+from windrow_sidecar.qos.hybrid_tokens import hybrid_tokens
 from windrow_sidecar.qos.view import Phase
 from windrow_sidecar.testing.equality import (
     Cut,
@@ -206,6 +208,18 @@ def test_a_step_that_was_given_up_is_computed_again(folder, decode_of):
         assert not riding.reaches(2, Product.QKV)
         tokens = decode.decoder.again(decode.batch)
     assert tokens == alone.argmax(-1).tolist()
+
+
+def test_a_profile_of_shared_products_has_no_more_tokens_for_less_time(folder, decode_of):
+    decode = decode_of(torch.float32)
+    before = decode.apart()
+    cost = profile_joined(decode.model, max_batch=8)
+    seen = [cost.us(batch, tokens) for batch in (1, 8) for tokens in (0, 16, 64, 256, 512)]
+    assert seen[0] > 0
+    assert seen[:5] == sorted(seen[:5])
+    assert seen[5:] == sorted(seen[5:])
+    assert 0 < hybrid_tokens(cost, 8, 2 * seen[-1]) <= 512
+    assert torch.equal(decode.apart(), before), "requests keep their slots"
 
 
 def test_layers_that_run_eagerly_take_no_rider(folder, decode_of):

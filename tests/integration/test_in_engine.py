@@ -102,7 +102,7 @@ def engine(tmp_path_factory) -> Iterator[Engine]:
     broken.write_text(json.dumps(document))
     jobs = [broken, manifest(folder, "good"), manifest(folder, "endless", maxSteps=100_000)]
     flags = [word for job in jobs for word in ("--finetune-job", str(job))]
-    objective = ("--finetune-objective", "200ms")
+    objective = ("--finetune-objective", "200ms", "--finetune-policy", "flexllm")
     started = Engine(folder, "--finetune", "fused", *objective, *flags)
     yield started.wait()
     started.close()

@@ -15,6 +15,8 @@ from windrow_sidecar.qos.hybrid_tokens import (
     hybrid_tokens,
     plan_iteration,
 )
+from windrow_sidecar.qos.policies import POLICIES
+from windrow_sidecar.qos.terms import HarvestTerms, in_turns
 from windrow_sidecar.qos.view import Phase
 
 # A step reads the weights in 4 ms; a row adds 50 us, a finetune token 20 us.
@@ -79,6 +81,22 @@ def test_what_iterations_take_corrects_the_cost_of_finetune_rows_and_not_of_deco
     for _ in range(1000):
         cost.learn(8, 64, 1e12)
     assert cost.factor <= 8.0
+
+
+def test_in_one_process_policies_that_share_by_units_have_the_time_before_a_step():
+    played = {name: in_turns(terms_of(name)).policy for name in POLICIES}
+    assert {name for name, policy in played.items() if policy == name} == {
+        "temporal",
+        "fineinfer",
+        "iterations",
+        "static",
+    }
+    assert {played[name] for name in ("windrow", "harli", "llmstation", "flexllm")} == {"temporal"}
+    assert in_turns(terms_of("flexllm")).objective_us == terms_of("flexllm").objective_us
+
+
+def terms_of(policy: str) -> HarvestTerms:
+    return HarvestTerms(name="p", policy=policy, mode="harvest", objective_us=40_000)
 
 
 @pytest.mark.parametrize(

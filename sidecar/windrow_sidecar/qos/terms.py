@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windrow.errors import UserError
 from windrow_sidecar.qos.policies import make_policy
@@ -27,6 +27,19 @@ class HarvestTerms:
     max_memory_percent: int = 100
     deferral_us: int = DEFAULT_DEFERRAL_US  # how long a policy may hold a request back
     first_token_us: int = 0  # objective of the time to first token; 0: none
+
+
+# Policies that share a step by units, which decode and finetuning in one process cannot.
+_BY_UNITS = ("windrow", "harli", "llmstation", "flexllm")
+
+
+def in_turns(terms: HarvestTerms) -> HarvestTerms:
+    """Return the terms by which decode and finetuning alternate in one process.
+
+    Where a policy would give a share beside the step, finetuning has the time before it, as much as
+    the objective leaves; what is done with that time is the engine's (see `hybrid_tokens`).
+    """
+    return replace(terms, policy="temporal") if terms.policy in _BY_UNITS else terms
 
 
 def make_terms(

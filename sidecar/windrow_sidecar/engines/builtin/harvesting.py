@@ -39,6 +39,7 @@ def start(
         gaps=True,
         predictor=settings.harvest_predictor,
         without=settings.harvest_without,
+        in_turns=settings.in_engine,
     )
     if harvest.without:
         _mark(log, "unprotected", ", ".join(sorted(harvest.without)))

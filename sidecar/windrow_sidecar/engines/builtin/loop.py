@@ -33,7 +33,8 @@ from windrow_sidecar.engines.hook import (
     least_slack_us,
     wait_for_turn,
 )
-from windrow_sidecar.qos.view import Grant
+from windrow_sidecar.qos.hybrid_tokens import plan_iteration
+from windrow_sidecar.qos.view import Grant, Phase
 
 IDLE_WAIT_S = 0.05  # how often an idle engine asks its hook
 # Requests wait for memory that the worker is about to give back: long enough to leave it the core,
@@ -145,6 +146,8 @@ class DecodeLoop:
             return None
         tokens = self._finish_ride(ride, batch) if ride else parts.decoder.step(batch)
         end_ns = parts.clock_ns()
+        if ride:
+            self._learn_joined(ride, len(batch), end_ns - start_ns)
         parts.hook.after_step(end_ns, (end_ns - start_ns) // 1000)
         self._hook_ns = parts.clock_ns() - end_ns
         self._deliver(batch, tokens, end_ns)
@@ -210,6 +213,8 @@ class DecodeLoop:
         ride = None
         if parts.rider and batch and decision.gap_until_ns > now_ns and parts.turns.wants_ride:
             gap_ns = decision.gap_until_ns - start_ns
+            if not self._choose_window(parts.turns, len(batch), gap_ns / 1e3):
+                return None
             alone_ns = max(0, decision.predicted_us * 1000 - gap_ns)
             ride = Ride(parts.rider.ride(batch), alone_ns)
             until_ns += alone_ns
@@ -220,6 +225,27 @@ class DecodeLoop:
             parts.turns.rode += bool(ride and ride.step.joined)
             parts.partition.activate(parts.units)  # it has set its own number of threads
         return ride
+
+    def _choose_window(self, turns: Turns, batch: int, gap_us: float) -> bool:
+        """Choose how many tokens of a forward may join (FlexLLM); False: the step has no room."""
+        turns.window_tokens = 0
+        if turns.hybrid is None or turns.policy() != "flexllm":
+            return True  # as much as fits, layer by layer
+        plan = plan_iteration(
+            Phase.FORWARD, batch, turns.hybrid.us(batch, 0) + gap_us, turns.hybrid
+        )
+        turns.window_tokens = plan.tokens
+        return plan.form == "joined"
+
+    def _learn_joined(self, ride: Ride, batch: int, step_ns: int) -> None:
+        """Teach what finetune rows cost, by a step with which nothing but a forward has run."""
+        turns = self._parts.turns
+        if turns is None or turns.hybrid is None or not turns.wants_ride or not ride.step.joined:
+            return
+        more_us = (step_ns - ride.alone_ns) / 1e3
+        turns.hybrid.learn(
+            batch, round(ride.step.tokens), turns.hybrid.us(batch, 0) + max(0.0, more_us)
+        )
 
     def _finish_ride(self, ride: Ride, batch: list[EngineRequest]) -> list[int]:
         """Compute what is left of a step; all of it where another thread still has a hand in it."""

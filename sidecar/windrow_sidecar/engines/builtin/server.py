@@ -25,6 +25,7 @@ from windrow_sidecar._core import Arena, LiveTensorsError
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.engines.builtin import profiling
 from windrow_sidecar.engines.builtin.device import open_device
+from windrow_sidecar.engines.builtin.joined_profile import profile_joined
 from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
 from windrow_sidecar.engines.builtin.loading import dtype_of, load, make_arena
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, LoopParts
@@ -180,6 +181,8 @@ def _run(
             finetune.serves(parts.model)
             rider = parts.decoder if isinstance(parts.decoder, GatheredDecode) else None
             rider = rider if settings.finetune_fused else None
+            if rider is not None:
+                finetune.turns.hybrid = profile_joined(parts.model, max_batch=settings.max_running)
             parts = replace(parts, turns=finetune.turns, rider=rider)
     outbox = TokenBatcher(front.channel, interval=settings.stream_interval)
     loop = DecodeLoop(parts, front.channel, outbox, prefill_tokens=settings.prefill_tokens)

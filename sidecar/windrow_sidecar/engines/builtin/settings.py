@@ -223,10 +223,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--finetune-policy",
-        choices=["temporal", "fineinfer", "iterations", "windrow"],
+        choices=["windrow", "temporal", "flexllm", "llmstation", "fineinfer", "iterations"],
         default="temporal",
-        help="with --finetune-job: temporal: finetune before each step as well (%(default)s); "
-        "windrow: while no request runs",
+        help="with --finetune-job (%(default)s); flexllm with --finetune fused: windows of as many "
+        "tokens as a step has room for",
     )
     return parser
 

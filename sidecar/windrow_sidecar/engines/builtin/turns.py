@@ -15,6 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from windrow.rundir import RunDir
+from windrow_sidecar.qos.hybrid_tokens import JoinedCost
 
 if TYPE_CHECKING:
     from windrow_sidecar.engines.builtin.llama.model import LlamaModel
@@ -65,6 +66,9 @@ class Turns:
         overdue: how often one was not given back in time.
         wants_ride: whether what the finetune thread runs next has products that a step could share.
         ride: of the turn that is lent now; None: nothing rides.
+        window_tokens: of a forward that it shares products with, at most; 0: no bound.
+        hybrid: predicts iterations with shared products; None: nothing rides.
+        policy: returns the name of the policy in force.
     """
 
     def __init__(self) -> None:
@@ -74,6 +78,9 @@ class Turns:
         self.lent = self.rode = self.overdue = 0
         self.wants_ride = False
         self.ride: Ride | None = None
+        self.window_tokens = 0
+        self.hybrid: JoinedCost | None = None
+        self.policy: Callable[[], str] = str
 
     # Decode's thread.
 

@@ -23,7 +23,7 @@ from windrow_sidecar.qos.control import Decided, EngineTraits
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.predictor import Predictor
 from windrow_sidecar.qos.solo import SoloStepModel, solo_models
-from windrow_sidecar.qos.terms import HarvestTerms
+from windrow_sidecar.qos.terms import HarvestTerms, in_turns
 from windrow_sidecar.qos.view import Grant, Offer, View
 
 
@@ -42,6 +42,9 @@ class HarvestHook(HarvestStep):
         settings: sizes and times.
         clock: nanoseconds of a simulated CLOCK_MONOTONIC, where arena and page are simulated too.
         log: marks go here.
+
+    Attributes:
+        policy: the name of the one in force, as the HarvestPolicy has it; "": none is.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class HarvestHook(HarvestStep):
         self._rate = HarvestRate(profile, solo, levels.units)
         self._decisions = Decisions(settings.run_dir) if settings.run_dir else None
         self._new_terms: list[HarvestTerms | None] = []
+        self.policy = ""
         self._throttled: list[float] = []  # seconds for which a CPU limit held decode up
 
     @property
@@ -195,7 +199,9 @@ class HarvestHook(HarvestStep):
     def _take_terms(self, now_ns: int) -> None:
         while self._new_terms:
             terms = self._new_terms.pop(0)
-            self.controller.set_terms(terms)
+            played = in_turns(terms) if terms and self._settings.in_turns else terms
+            self.controller.set_terms(played)
+            self.policy = terms.policy if terms else ""
             self._terms_of_steps()
             if terms is None:
                 self._mark(now_ns, "policy", "none")

@@ -73,6 +73,7 @@ class JobContext:
                     device=slot_device.device,
                     units=slot_device.units_of(shared.gate),
                     program=wanted_program(),
+                    order=shared.order,
                 ),
                 rows=rows,
                 alive=job_state.stall.renew,

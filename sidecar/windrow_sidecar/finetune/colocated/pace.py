@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from windrow_sidecar.finetune.colocated.grants import DEFAULT_BOUND_US, GrantGate
 from windrow_sidecar.finetune.colocated.slot_device import SlotDevice
+from windrow_sidecar.finetune.engine.orders import Order, layer_major
 from windrow_sidecar.finetune.engine.sizing import (
     Estimates,
     Paced,
@@ -30,6 +31,7 @@ class Shared:
         slot_device: what the slot's device is for this process.
         lent: decode's chunks for boundary activations.
         residents: layers of the base, where they take turns.
+        order: of the tasklets of a job that passes its rows alone.
     """
 
     gate: GrantGate
@@ -37,6 +39,7 @@ class Shared:
     slot_device: SlotDevice
     lent: LentBoundaries
     residents: Residents | None
+    order: Order = layer_major
 
     @property
     def room(self) -> LentBoundaries | AllocatedMemory:

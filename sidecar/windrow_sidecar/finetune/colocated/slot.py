@@ -25,6 +25,7 @@ from windrow_sidecar.finetune.colocated.slot_device import SlotDevice, slot_devi
 from windrow_sidecar.finetune.data.confined_models import check_model
 from windrow_sidecar.finetune.data.readers import RowsWanted
 from windrow_sidecar.finetune.data.split import DataSplit
+from windrow_sidecar.finetune.engine.orders import Order, layer_major
 from windrow_sidecar.finetune.engine.sizing import Estimates
 from windrow_sidecar.finetune.job.assembly import JobSpec, rows_wanted
 from windrow_sidecar.finetune.job.joint_turns import JointTurns
@@ -65,6 +66,7 @@ class WorkerSlot:
         slot_device: what the slot's device is for this process.
         load: the frozen model of a job; called once memory is there.
         gate: makes the gate.
+        order: of the tasklets of a job that passes its rows alone.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class WorkerSlot:
         slot_device: SlotDevice,
         load: Load,
         gate: MakeGate = GrantGate,
+        order: Order = layer_major,
     ) -> None:
+        self._order = order
         self._epoch, self._arena, self._slot_device, self._load = epoch, arena, slot_device, load
         self.estimates = Estimates()
         self._base: BaseModel | None = None
@@ -250,7 +254,10 @@ class WorkerSlot:
 
     def _shared(self) -> Shared:
         assert self._lent is not None
-        return Shared(self.gate, self.estimates, self._slot_device, self._lent, self._residents)
+        return Shared(
+            *(self.gate, self.estimates, self._slot_device, self._lent, self._residents),
+            order=self._order,
+        )
 
     def _await_memory(self, memory: AllocatedMemory, job_state: JobState) -> None:
         """Ask for all that decode lends, so that loading finds room, until no more comes."""
@@ -309,13 +316,14 @@ def open_slot(
     host: Partition,
     copy_rate: float | None = None,
     gate: MakeGate = GrantGate,
+    order: Order = layer_major,
 ) -> WorkerSlot:
     """Attach to decode; a job's model is decode's own weights where they are the same.
 
     The device is that of decode's arena. Where this process is shown that GPU alone, it is its
     first, whatever number decode has for it. `run_dir`: as the slot sees it. `host`: this process's
     share of the cores, which is its share of the device where that is the host. `copy_rate`: see
-    `load_base`. `gate`: makes the slot's gate.
+    `load_base`. `gate`, `order`: see `WorkerSlot`.
 
     Raises:
         UserError: torch does not see decode's GPU.
@@ -340,7 +348,7 @@ def open_slot(
             exported = None
         return load_base(model_dir, exported, form, device=opened.device, copy_rate=copy_rate)
 
-    return WorkerSlot(epoch, arena, opened, load, gate)
+    return WorkerSlot(epoch, arena, opened, load, gate, order)
 
 
 def _base_words(job: JobSpec) -> str:

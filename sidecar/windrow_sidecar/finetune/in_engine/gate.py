@@ -16,7 +16,7 @@ from windrow_sidecar.finetune.engine.sizing import Estimates
 from windrow_sidecar.finetune.in_engine.joined_products import RiderSeat
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.finetune.tasklets import Tasklet
-from windrow_sidecar.qos.view import Phase
+from windrow_sidecar.qos.view import Grant, Phase
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,7 @@ class InEngineGate(GrantGate):
             turns, least_units=partition.levels()[0], in_parts=self._in_parts
         )
         self._can_ride, self._joined_before = False, 0
+        self._windowed: tuple[Grant, int, Grant] | None = None
 
     def opened(self, stack: DecoderStack) -> None:
         """A job's layers are there: let steps ride along with them, where they can."""
@@ -116,6 +117,18 @@ class InEngineGate(GrantGate):
         else:
             log.info("decode steps ride along with this job's forward passes")
             self._can_ride = True
+
+    def latest(self) -> Grant:
+        """Read the page; return the newest grant, with the window that decode's step has room for.
+
+        The same object until either changes: plans are kept by it.
+        """
+        grant, tokens = super().latest(), self._turns.window_tokens
+        if not tokens:
+            return grant
+        if self._windowed is None or self._windowed[:2] != (grant, tokens):
+            self._windowed = (grant, tokens, grant._replace(window_tokens=tokens))
+        return self._windowed[2]
 
     def launch(self, tasklet: Tasklet) -> bool:
         """Claim the right to run `tasklet` now (see `GrantGate`)."""

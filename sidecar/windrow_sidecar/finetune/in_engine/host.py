@@ -37,6 +37,7 @@ from windrow_sidecar.finetune.colocated.jobs import InProcess, WorkerJobs
 from windrow_sidecar.finetune.colocated.slot import WorkerSlot, open_slot
 from windrow_sidecar.finetune.colocated.standby import JobOrder, warm_up
 from windrow_sidecar.finetune.data.readers import Readers
+from windrow_sidecar.finetune.engine.orders import token_major
 from windrow_sidecar.finetune.in_engine.gate import InEngineGate
 from windrow_sidecar.finetune.in_engine.joined_products import RiderSeat, join_products
 from windrow_sidecar.finetune.in_engine.local_link import LocalLink
@@ -215,6 +216,7 @@ class EngineHost:
     def start(self, harvest: RunningHarvest) -> None:
         """Begin to run jobs; the arena is served, and steps ask the hook."""
         self._hook = harvest
+        self.turns.policy = lambda: harvest.inner.policy
         if self._terms is not None:
             harvest.inner.set_terms(self._terms)
         _separate_logs(self._logs)
@@ -308,7 +310,7 @@ class EngineHost:
     def _open_slot(self, epoch: int) -> WorkerSlot:
         cores = WholeDevice.cores("finetune", set_threads=torch.set_num_threads)
         gate = partial(InEngineGate, self.turns, RiderSeat(), self._joins)
-        return open_slot(epoch, self.run_dir, cores, gate=gate)
+        return open_slot(epoch, self.run_dir, cores, gate=gate, order=token_major)
 
     def _abandon(self, ending: int) -> None:
         """A tasklet never ends, and nobody can end a thread: decode goes on beside it."""

@@ -38,6 +38,7 @@ class RidingPass:
         layer: that runs; the number of layers: the pass is through.
         product: that comes next in it.
         joined: products so far that had rows of others in them.
+        joined_rows: rows of others in all of them.
         given_up: whether nobody may join any more, since the step is computed again without it.
     """
 
@@ -56,12 +57,18 @@ class RidingPass:
             self._x = model.embed(tokens)
             self._rows = self._normed(0, self._x)
         self.layer, self.product, self.joined = 0, Product.QKV, 0
+        self.joined_rows = 0
         self.given_up = False
 
     @property
     def done(self) -> float:
         """Part of its products that it has behind it, 0 to 1."""
         return (self.layer + self.product / len(Product)) / len(self._model.layers)
+
+    @property
+    def tokens(self) -> float:
+        """Rows of others in a product, on average over all products of the pass."""
+        return self.joined_rows / (len(Product) * len(self._model.layers))
 
     def reaches(self, layer: int, product: Product) -> bool:
         """Return whether others may join that product: it is still to come."""
@@ -85,6 +92,7 @@ class RidingPass:
             made = functional.linear(torch.cat([self._rows, others]), self._weight)
         self._take(made[:own])
         self.joined += 1
+        self.joined_rows += len(others)
         return made[own:]
 
     def finish(self) -> torch.Tensor:
