@@ -212,14 +212,12 @@ def test_a_step_that_was_given_up_is_computed_again(folder, decode_of):
 
 def test_a_profile_of_shared_products_has_no_more_tokens_for_less_time(folder, decode_of):
     decode = decode_of(torch.float32)
-    before = decode.apart()
     cost = profile_joined(decode.model, max_batch=8)
     seen = [cost.us(batch, tokens) for batch in (1, 8) for tokens in (0, 16, 64, 256, 512)]
     assert seen[0] > 0
     assert seen[:5] == sorted(seen[:5])
     assert seen[5:] == sorted(seen[5:])
     assert 0 < hybrid_tokens(cost, 8, 2 * seen[-1]) <= 512
-    assert torch.equal(decode.apart(), before), "requests keep their slots"
 
 
 def test_layers_that_run_eagerly_take_no_rider(folder, decode_of):
