@@ -151,18 +151,14 @@ class Bench:
     def round(self, batch: int, rows: int) -> Times:
         """Play both forms once."""
         requests = self._requests[:batch]
-        step = self._seconds(lambda: self._step(requests))
-        forward, backward = [], []
-        for _ in range(3):
-            at = self._begin(rows)
-            forward.append(_once(lambda at=at: self._forward(at)))  # type: ignore[misc]
-            backward.append(_once(lambda at=at: self._backward(at)))  # type: ignore[misc]
-        one_pass = []
-        for _ in range(3):
-            at = self._begin(rows)
-            one_pass.append(_once(lambda at=at: self._together(at, requests)))  # type: ignore[misc]
-            self._backward(at)
-        return Times(step, *map(statistics.median, (forward, backward, one_pass)))
+        step = statistics.median(_once(lambda: self._step(requests)) for _ in range(3))
+        at = self._begin(rows)
+        forward = _once(lambda: self._forward(at))
+        backward = _once(lambda: self._backward(at))
+        joined = self._begin(rows)
+        one_pass = _once(lambda: self._together(joined, requests))
+        self._backward(joined)
+        return Times(step, forward, backward, one_pass)
 
     def distance(self, batch: int, rows: int) -> float:
         """Return how far logits in one pass are from the step's own, of their largest."""
@@ -261,11 +257,6 @@ class Bench:
             request.kv.n_tokens -= 1
         return logits
 
-    @staticmethod
-    def _seconds(call: Callable[[], object]) -> float:
-        call()
-        return statistics.median(_once(call) for _ in range(3))
-
 
 def _once(call: Callable[[], object]) -> float:
     began = time.perf_counter()
@@ -285,7 +276,8 @@ def main() -> None:
         bench = Bench(shape)
         for batch in BATCHES:
             for rows in ROWS:
-                times = [bench.round(batch, rows) for _ in range(rounds)]
+                # The first one warms up.
+                times = [bench.round(batch, rows) for _ in range(1 + rounds)][1:]
                 where = f"{shape.name}, {batch} requests, {rows} finetune tokens"
                 results += _figures(where, times, has_goal=not shape.in_caches)
         results.append(
