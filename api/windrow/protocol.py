@@ -27,6 +27,10 @@ class Ending(IntEnum):
     DECODE_GONE = 5  # after a checkpoint
 
 
+# What a slot's predicted rate rests on, the surest first: a worker that ran on the slot, one that
+# ran while the latency profile was taken, decode's own steps.
+PREDICTED_FROM: Final = ("measured", "profiled", "derived")
+
 # FORGET: stop, and remove the checkpoints; the job was deleted.
 Action = Literal["PAUSE", "RESUME", "CHECKPOINT", "STOP", "FORGET", "ABORT"]
 EventKind = Literal[

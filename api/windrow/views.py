@@ -136,6 +136,7 @@ class SlotView:
     finetune_units: int
     chunks: Chunks
     predicted_tokens_per_second: float
+    predicted_from: str
     job: str  # namespace/name, empty: none
     breaker: str
     sharing: str  # of a GPU: in which mode, and why; empty: it has none, or nobody has said
@@ -172,6 +173,7 @@ class SlotView:
             finetune_units=status.get("finetuneUnits") or 0,
             chunks=Chunks(**{name: chunks.get(name, 0) for name in Chunks.__slots__}),
             predicted_tokens_per_second=status.get("predictedTokensPerSecond") or 0.0,
+            predicted_from=status.get("predictedFrom") or "",
             job=status.get("jobName") or "",
             breaker=status.get("breaker") or "",
             sharing=f"{status['sharing']} mode: {status.get('sharingReason', '')}"

@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from windrow.views import EventView, SlotView
 
 
+_BASES = {
+    "measured": " (measured here)",
+    "profiled": " (by the latency profile; no worker has run here yet)",
+    "derived": " (derived from decode's own steps; no worker has run here yet)",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class SlotExplanation:
     """Explanation of what a slot does, and why.
@@ -72,7 +79,8 @@ def _shared(slot: SlotView) -> str:
         f"{slot.chunks.total} chunks for the worker"
     ]
     if slot.predicted_tokens_per_second:
-        parts.append(f"{slot.predicted_tokens_per_second:,.0f} tokens/s to gather")
+        basis = _BASES.get(slot.predicted_from, "")
+        parts.append(f"{slot.predicted_tokens_per_second:,.0f} tokens/s to gather{basis}")
     parts += [said for said in (slot.breaker, slot.sharing) if said]
     return "; ".join(parts)
 

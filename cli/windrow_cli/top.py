@@ -76,6 +76,12 @@ def _doing(slot: SlotView) -> str:
     return slot.job or (slot.breaker and f"({slot.breaker})") or ("-" if slot.ready else slot.why)
 
 
+def _rate(slot: SlotView) -> str:
+    """Return what a worker would get; `~`: no worker has run there yet, so it is less sure."""
+    sure = slot.predicted_from in ("measured", "") or not slot.predicted_tokens_per_second
+    return f"{'' if sure else '~'}{slot.predicted_tokens_per_second:,.0f} tok/s"
+
+
 def row_of(slot: SlotView) -> tuple[str, ...]:
     """Return a slot as a row under HEAD."""
     figures = ("-",) * 8
@@ -88,7 +94,7 @@ def row_of(slot: SlotView) -> tuple[str, ...]:
             str(slot.chunks.kv),
             str(slot.chunks.lent),
             str(slot.chunks.free + slot.chunks.reserved),
-            f"{slot.predicted_tokens_per_second:,.0f} tok/s",
+            _rate(slot),
         )
     return (
         slot.name,

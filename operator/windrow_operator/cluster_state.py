@@ -203,6 +203,7 @@ class ClusterState(WatchedObjects):
             engine_state=beat.engine_state if live.beat else "starting",
             breaker=beat.breaker,
             predicted_tokens_per_second=live.promise,
+            predicted_from=beat.predicted_from,
             overstates=live.overstates,
             memory_full=live.beat is not None and _is_full(beat),
             attached=live.attached,

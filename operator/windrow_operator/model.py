@@ -260,6 +260,7 @@ class Slot:
     engine_state: str = "serving"
     breaker: str = ""
     predicted_tokens_per_second: float = 0.0  # over the last minutes
+    predicted_from: str = ""  # one of PREDICTED_FROM; "": nobody has said
     overstates: bool = False  # its sidecar promised more than the hardware can do
     memory_full: bool = False
     attached: bool = True

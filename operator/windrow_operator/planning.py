@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from windrow.outputs import is_below, is_bucket
+from windrow.protocol import PREDICTED_FROM
 from windrow_operator import tenancy
 from windrow_operator.model import Base, CheckedPolicy, Holder, Job, Slot
 from windrow_operator.slot_table import SlotTable, capacity_refusal, unreachable
@@ -208,6 +209,8 @@ def _explain_choice(job: Job, slot: Slot, neighbours: int) -> str:
     predicted = slot.predicted_tokens_per_second
     # A policy that has just come has no second of decode behind it.
     promise = f"predicts {rate(predicted)} tok/s" if predicted > 0 else "has predicted no rate yet"
+    if predicted > 0 and slot.predicted_from in PREDICTED_FROM[1:]:
+        promise += " (no worker has run there yet)"
     others = _others(job, slot)
     turns = f", in one worker with {_names(job, others)}" if others else ""
     jobs = f"{neighbours} job{'s' if neighbours > 1 else ''}"

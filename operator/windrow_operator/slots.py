@@ -18,6 +18,7 @@ from windrow.crd import (
     format_duration,
 )
 from windrow.proto import attach_pb2 as pb
+from windrow.protocol import PREDICTED_FROM
 from windrow_operator.budget import FIGURES_PER_SECOND, WriteBudget
 from windrow_operator.cluster_state import ClusterState, LiveSlot
 from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
@@ -155,11 +156,16 @@ def _observed(live: LiveSlot, now: datetime) -> Body:
             "free": beat.chunks_free,
         },
         "predictedTokensPerSecond": _finite(beat.predicted_tokens_per_second),
+        "predictedFrom": _basis(beat.predicted_from),
         "computeUtilization": _finite(beat.compute_utilization),
         "computeUtilizationDecode": _finite(beat.compute_utilization_decode),
         "memoryUtilization": _finite(beat.memory_utilization),
         "breaker": beat.breaker,
     }
+
+
+def _basis(said: str) -> str | None:
+    return said if said in PREDICTED_FROM else None  # a sidecar's word for one of ours
 
 
 def _finite(number: float) -> float | None:

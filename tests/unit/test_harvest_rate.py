@@ -60,6 +60,16 @@ def test_before_a_worker_ran_the_profile_says_it_and_else_the_step_does():
     assert HarvestRate(None, solo, 2).at(2) == pytest.approx(1e6 / (4 * 250))
 
 
+def test_a_rate_says_what_it_rests_on_and_a_worker_that_ran_here_is_the_surest():
+    solo = {2: SoloStepModel(c0_us=1000.0, b0_us=250.0, k0_us=0.0)}
+    assert HarvestRate(None, {}, 132).basis == "", "nothing is predicted"
+    assert HarvestRate(None, solo, 2).basis == "derived"
+    rate = HarvestRate(PROFILE, {}, 132)
+    assert rate.basis == "profiled"
+    ran(rate, 8, 580, 8)
+    assert rate.basis == "measured"
+
+
 def test_seconds_without_units_are_not_granted():
     now_ns, offers = [0], [Offer()]
     hook = idle_slot(lambda: now_ns[0], lambda: offers[0])

@@ -104,6 +104,20 @@ def test_the_most_headroom_wins():
     assert choice.message == "b predicts 9.6k tok/s"
 
 
+@pytest.mark.parametrize(
+    ("basis", "added"),
+    [
+        ("measured", ""),
+        ("profiled", " (no worker has run there yet)"),
+        ("derived", " (no worker has run there yet)"),
+        ("a word of a sidecar's own", ""),
+    ],
+)
+def test_a_choice_says_how_sure_the_predicted_rate_is(basis, added):
+    choice = place(job(), [slot("b", 9600, predicted_from=basis)])
+    assert choice.message == f"b predicts 9.6k tok/s{added}"
+
+
 def test_weights_that_are_there_count_as_a_quarter_more_headroom():
     served = slot("b", 8000, model="/m/")
     choice = place(job(), [slot("a", 9600, model="/other"), served])

@@ -10,7 +10,9 @@ from windrow.conditions import IN_TIME, SLOT, Reason, get_condition
 from windrow.crd import ANNOTATION_GPU_ACCESS, HarvestSlotStatus, parse_policy_spec
 from windrow.proto import attach_pb2 as pb
 from windrow.views import SlotView
+from windrow_cli import top
 from windrow_cli.explain_job import _slot
+from windrow_cli.explain_slot import explain_slot
 from windrow_operator.cluster_state import ClusterState, LiveSlot
 from windrow_operator.model import CheckedPolicy, EffectivePolicy, Pod, Slot
 from windrow_operator.slot_table import capacity_refusal
@@ -34,6 +36,29 @@ def test_a_slot_says_how_its_gpu_is_shared_and_why():
     assert found["status"]["sharing"] == "temporal"
     assert found["status"]["sharingReason"] == why
     assert f"its GPU is shared in temporal mode: {why}" in _slot(SlotView.of(found))
+
+
+@pytest.mark.parametrize(
+    ("said", "shown", "rate", "words"),
+    [
+        ("measured", "measured", "1,200 tok/s", "1,200 tokens/s to gather (measured here)"),
+        ("profiled", "profiled", "~1,200 tok/s", "no worker has run here yet"),
+        ("derived", "derived", "~1,200 tok/s", "derived from decode's own steps"),
+        ("", None, "1,200 tok/s", "1,200 tokens/s to gather"),
+        ("<script>", None, "1,200 tok/s", "1,200 tokens/s to gather"),
+    ],
+)
+def test_a_predicted_rate_says_what_it_rests_on(said, shown, rate, words):
+    live = LiveSlot("team/decode-0", "team", "decode-0", "decode-0", "pod-0", attached=True)
+    live.facts, live.beat_at = pb.SlotFacts(compute_units=132), NOW
+    live.beat = pb.SlotHeartbeat(
+        engine_state="serving", predicted_tokens_per_second=1200, predicted_from=said
+    )
+    status = slot_status(live, Slot(live.key), [], [], NOW)
+    assert HarvestSlotStatus.model_validate(status).predicted_from == shown
+    view = SlotView.of(slot_object(live) | {"status": status})
+    assert rate in top.row_of(view)
+    assert words in explain_slot(view, [], NOW).shared
 
 
 def ready(**of_view):

@@ -125,6 +125,12 @@ class HarvestSlotStatus(Record):
     predicted_tokens_per_second: float | None = Field(
         default=None, description="What a worker would get here now, also in mode observe."
     )
+    predicted_from: str | None = Field(
+        default=None,
+        description="What that rests on, the surest first. measured: a worker that ran on this "
+        "slot; profiled: one that ran while the latency profile was taken; derived: decode's own "
+        "steps and what training costs beside them.",
+    )
     compute_utilization: float | None = Field(
         default=None, description="0 to 1, decode and worker together."
     )

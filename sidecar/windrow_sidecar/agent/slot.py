@@ -396,6 +396,7 @@ class AgentSlot:
             chunks_free=free,
             chunks_draining=draining,
             predicted_tokens_per_second=s.predicted_tokens_per_second,
+            predicted_from=s.predicted_from,
             compute_utilization=used.decode + used.finetune,
             compute_utilization_decode=used.decode,
             memory_utilization=(kv + lent + draining) / total,

@@ -190,6 +190,11 @@ class HarvestHook(HarvestStep):
             snapshot.unit_seconds, snapshot.granted_s, snapshot.tokens_done, would
         )
 
+    @property
+    def predicted_from(self) -> str:
+        """What that rate rests on (see `HarvestRate.basis`)."""
+        return self._rate.basis
+
     # What the compiled step calls, seldom.
 
     def _take_throttled(self, now_ns: int) -> None:

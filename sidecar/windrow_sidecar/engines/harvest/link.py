@@ -178,6 +178,7 @@ class EngineAgentLink:
             busy_seconds=s.busy_s,
             breaker=self._refusal or controller.refusal or controller.guard.reason,
             predicted_tokens_per_second=round(self._hook.predicted_tokens_per_second(s)),
+            predicted_from=self._hook.predicted_from,
             decision_p50_seconds=s.decision_p50_s,
             decision_p99_seconds=s.decision_p99_s,
             requests_completed=self._requests_completed,

@@ -117,7 +117,7 @@ class HarvestRate:
     def __init__(
         self, profile: Mapping[str, Any] | None, solo: Mapping[int, SoloStepModel], units: int
     ) -> None:
-        self._per_unit = _prior(profile, solo, units)
+        self._per_unit, self._prior_basis = _prior(profile, solo, units)
         self._rates: dict[int, float] = {}
         self._seen: tuple[float, float, int] | None = None
         self._smoothed_units = 0.0
@@ -141,6 +141,15 @@ class HarvestRate:
         self._smoothed_units += _SMOOTHING * (would_units - self._smoothed_units)
         return self.at(self._smoothed_units)
 
+    @property
+    def basis(self) -> str:
+        """What the rate rests on, the surest first; "": there is none.
+
+        `measured`: a worker that ran here; `profiled`: one that ran in the latency profile;
+        `derived`: decode's own steps, and what training costs beside them.
+        """
+        return "measured" if self._rates else self._prior_basis
+
     def at(self, units: float) -> float:
         """Return the rate on so many units, between those on which a worker ran, else by units."""
         if not self._rates:
@@ -156,15 +165,16 @@ class HarvestRate:
 
 def _prior(
     profile: Mapping[str, Any] | None, solo: Mapping[int, SoloStepModel], units: int
-) -> float:
+) -> tuple[float, str]:
+    """Return tokens a second by unit before any worker ran here, and their basis."""
     measured = [
         row["finetuneTokensPerSecond"] / row["finetuneUnits"]
         for row in (profile or {}).get("samples", [])
         if row.get("finetuneTokensPerSecond") and row.get("finetuneUnits")
     ]
     if measured:
-        return float(sum(measured) / len(measured))
+        return float(sum(measured) / len(measured)), "profiled"
     model = solo.get(units)
     if model is None or model.b0_us <= 0:
-        return 0.0
-    return 1e6 / (_TRAINING_COST * model.b0_us * units)
+        return 0.0, ""
+    return 1e6 / (_TRAINING_COST * model.b0_us * units), "derived"
