@@ -39,6 +39,16 @@ def finetune(
         int | None, typer.Option(help="Cores or SMs to use, the last ones. Default: all.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or cuda:N.")] = "cpu",
+    ranks: Annotated[
+        int,
+        typer.Option(
+            "--tp",
+            min=1,
+            metavar="RANKS",
+            help="Cut the model over so many ranks (tensor parallelism): processes that share the "
+            "cores, or a GPU each from --device on.",
+        ),
+    ] = 1,
     seconds: Annotated[
         float | None,
         typer.Option(help="Only measure: train so long, print tokens/s, leave no adapter."),
@@ -65,7 +75,7 @@ def finetune(
     Example: windrow finetune examples/finetunejob.yaml
     """
     try:
-        code = _finetune(manifests, units, device, seconds, fresh, output, as_json)
+        code = _finetune(manifests, units, device, ranks, seconds, fresh, output, as_json)
     except WindrowError as error:
         if not as_json:
             raise
@@ -89,6 +99,7 @@ def _finetune(
     manifests: list[Path],
     units: int | None,
     device: str,
+    ranks: int,
     seconds: float | None,
     fresh: bool,
     output: str | None,
@@ -107,6 +118,13 @@ def _finetune(
             field="--seconds",
             remedy="Write a number above zero, and not an endless one.",
         )
+    if ranks > 1 and (manifests[1:] or seconds is not None):
+        what = "several jobs" if manifests[1:] else "--seconds"
+        raise UserError(
+            f"{what} and a model that is cut over {ranks} ranks do not go together yet",
+            field="--tp",
+            remedy="Leave one of the two out.",
+        )
     if output is not None and manifests[1:]:
         raise UserError(
             f"{len(manifests)} jobs cannot write to one place",
@@ -116,6 +134,7 @@ def _finetune(
     jobs = [local.read_local_job(manifest, output) for manifest in manifests]
     local.check_apart(jobs)
     arguments = ["--device", device] if units is None else ["--device", device, f"--units={units}"]
+    arguments += [] if ranks == 1 else ["--tp", str(ranks)]
     arguments += [] if output is None else ["--output", output]
     if seconds is not None:
         _measure(jobs, [*arguments, "--seconds", str(seconds)])

@@ -54,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 1
         measured = options.seconds is not None or options.steps is not None
         try:
+            if options.tp > 1:
+                from windrow_sidecar.finetune.standalone.ranks import run_over_ranks
+
+                return run_over_ranks(options)
             return (measure_alone if measured else run_together)(options)
         except (UserError, Transient) as error:
             # Whoever started this reads one stream; the other is also where libraries say things
@@ -123,6 +127,13 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     own.add_argument("--steps", type=int, help="measure so many steps, then stop; no adapter")
     own.add_argument("--device", default="cpu", help="cpu (default), cuda, or cuda:N")
     own.add_argument("--units", type=int, help="cores or SMs to use, the last ones (default: all)")
+    own.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="RANKS",
+        help="cut the model over so many ranks: processes that share the cores, or a GPU each",
+    )
     own.add_argument("--json", type=Path, help="write what was measured there")
     own.add_argument(
         "--parent",
@@ -145,6 +156,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--random-weights is for measuring: --seconds or --steps with it")
     if any(n is not None and not n > 0 for n in (options.seconds, options.steps)):
         parser.error("--seconds and --steps are above zero")
+    if options.tp < 1 or (
+        options.tp > 1 and any(n is not None for n in (options.seconds, options.steps))
+    ):
+        parser.error("--tp is 1 or more, and --seconds and --steps measure one rank")
     missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(options, name) is None]
     if missing:
         parser.error(f"wanted: {', '.join(missing)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -354,6 +355,15 @@ class TaskletStream:
     def snapshot(self) -> TensorSnapshot:
         """The same, to be copied while the stream goes on."""
         return self._optimizer.snapshot(self._kept())
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of what a checkpoint holds."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def adapted(self, tuned: Any) -> Any:  # noqa: ANN401 - peft is untyped
+        """Return peft's model with all of the adapter; `tuned`: the one that trains."""
+        return tuned
 
     def _kept(self) -> dict[str, Tensor]:
         return self._references.tensors() if self._references is not None else {}

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,11 @@ from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.data.remote import NO_CREDENTIALS, Credentials
 from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
 from windrow_sidecar.finetune.data.split import BatchPlan, DataSplit, lengths_of
+from windrow_sidecar.finetune.data.store import TokenFile
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
 from windrow_sidecar.finetune.engine.micro_batch_group import ModelParts
 from windrow_sidecar.finetune.engine.orders import Order, layer_major
+from windrow_sidecar.finetune.engine.sharded_stream import ShardedStream
 from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
 from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.engine.suspension import between_modules
@@ -55,6 +58,8 @@ from windrow_sidecar.finetune.model.structure import in_mode
 from windrow_sidecar.finetune.recompute.activation_budget import ActivationBudget, JobMemory
 from windrow_sidecar.finetune.recompute.checkpointed_layers import PlannedLayers
 from windrow_sidecar.finetune.tasklets import MicroLimits
+from windrow_sidecar.finetune.tensor_parallel.adapter import AdapterParts
+from windrow_sidecar.finetune.tensor_parallel.sharding import Sharding
 from windrow_sidecar.finetune.training.checkpoint_origin import Origin
 from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
 from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, Schedule
@@ -151,10 +156,20 @@ class TrainingSession:
     longest_row: int  # tokens, of both answers where a row is a pair
     shared_weights: bool
     origin: Origin
-    activation_budget: ActivationBudget
+    kept_by_layers: ActivationBudget | None  # None: over several ranks, all that autograd saves
     device: ComputeDevice
     rows: DataSplit
     notes: tuple[str, ...] = ()  # what a user has to know of it, those of the rows included
+
+    @property
+    def activation_budget(self) -> ActivationBudget:
+        """Budget of what its layers may keep; of a job on one rank."""
+        assert self.kept_by_layers is not None, "layers of several ranks keep all"
+        return self.kept_by_layers
+
+    def adapted(self) -> Any:  # noqa: ANN401 - peft is untyped
+        """Return peft's model with all of the adapter, as it is now, to be saved."""
+        return self.stream.adapted(self.model)
 
     def micro_batch_tokens(self, most: int) -> int:
         """Padded tokens of a micro-batch that may have at most so many: rows may be too few."""
@@ -179,9 +194,14 @@ def rows_wanted(job: JobSpec, base: BaseModel) -> RowsWanted:
 
 
 def read_examples(
-    job: JobSpec, base: BaseModel, alive: Callable[[], None] = lambda: None
+    job: JobSpec,
+    base: BaseModel,
+    alive: Callable[[], None] = lambda: None,
+    into: TokenFile | None = None,
 ) -> DataSplit:
     """Read, tokenize and split the rows of a job; `alive` is called at each.
+
+    `into`: the file that takes their tokens (default: one that this process alone sees).
 
     Raises:
         UserError, Transient: see `read_dataset`.
@@ -202,6 +222,7 @@ def read_examples(
         alive=alive,
         credentials=job.dataset_credentials,
         access=job.access,
+        into=into,
     )
 
 
@@ -239,6 +260,7 @@ def open_session(
     *,
     rows: DataSplit | None = None,
     alive: Callable[[], None] = lambda: None,
+    sharding: Sharding | None = None,
 ) -> TrainingSession:
     """Put adapter, data and optimizer of a job together.
 
@@ -248,17 +270,26 @@ def open_session(
         runtime: where its tasklets run.
         rows: of the job, where they have been read already.
         alive: called at each row that is read.
+        sharding: of a base that is cut over ranks, of which this process is one; each of them opens
+            the session at the same time.
 
     Raises:
         UserError: rows, model or adapter cannot be honoured.
     """
     spec, training = job.spec, job.spec.training
     rows = rows or read_examples(job, base, alive)
-    tuned = add_adapter(base.model, spec, base.frozen, job.access)
+    parts: AdapterParts | None = None
+    if sharding is None:
+        tuned = add_adapter(base.model, spec, base.frozen, job.access)
+    else:
+        tuned, parts = sharding.add_adapter(base.model, spec, job.access)
     stack = DecoderStack(base.model, base.frozen, runtime.units)
     check_reach(tuned, stack)
     # Before layers are recorded: the adapter replaces their dropouts.
-    parts = ModelParts(stack, Head(stack), Adapter(tuned))
+    head = Head(stack) if sharding is None else Head(stack, sharding.cross_entropy)
+    model_parts = ModelParts(stack, head, Adapter(tuned))
+    if parts is not None:
+        parts.align_dropouts()
     not_packed = use_program(
         stack,
         runtime.program,
@@ -273,23 +304,28 @@ def open_session(
     if training.packing:
         check_packing(stack, prefix=tuned.active_peft_config.is_prompt_learning)
     lengths = lengths_of(rows.train)
-    budget = _activation_budget(job, base, stack, learns, lengths, runtime, rows.together)
+    # Ranks with different free memory would recompute different layers, and wait for each other.
+    budget = (
+        _activation_budget(job, base, stack, learns, lengths, runtime, rows.together)
+        if sharding is None
+        else None
+    )
     plan = BatchPlan(rows.train_rows, training.batch_size, training.seed)
     total = plan.total_steps(epochs=training.epochs, max_steps=training.max_steps)
     schedule = Schedule(training.schedule, training.learning_rate, total, training.warmup_ratio)
-    stream = TaskletStream(
-        parts,
-        AdapterOptimizer(learns, schedule, training.optimizer),
+    stream = (TaskletStream if parts is None else partial(ShardedStream, parts))(
+        model_parts,
+        AdapterOptimizer(learns, schedule, training.optimizer, parts),
         rows,
         plan,
         total_steps=total,
         boundaries=runtime.boundaries,
-        limits=lambda: budget.before(runtime.limits()),
+        limits=lambda: runtime.limits() if budget is None else budget.before(runtime.limits()),
         sizing=runtime.sizing,
         order=runtime.order,
         seed=training.seed,
         evaluation_policy=EvaluationPolicy.of(training),
-        keep_for=budget.keep_for,
+        keep_for=(lambda tokens: None) if budget is None else budget.keep_for,
         preference=PreferenceLoss.of(training),
     )
     if runtime.between is not None:
@@ -304,6 +340,8 @@ def open_session(
     )
     positions = ModelLimits.of(base.config).positions
     notes = (*base.notes, *rows.notes, *without_effect(spec, rows.train_rows, total, positions))
+    if sharding is not None:
+        notes = (f"the model is cut over {sharding.ranks.ranks} ranks", *notes)
     if not_packed:
         notes = (*notes, f"layers run eagerly, not packed: {not_packed}")
     longest = max(lengths) * rows.together

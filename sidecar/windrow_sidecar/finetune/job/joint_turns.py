@@ -54,6 +54,8 @@ def why_apart(session: TrainingSession, base: BaseModel) -> str:
     spec, parts = session.job.spec, session.stream.parts
     if base.frozen is not None:
         return "the model's layers take turns in memory"
+    if session.kept_by_layers is None:
+        return "its model is cut over ranks"
     if spec.training.packing:
         return "its rows are packed into lines (spec.training.packing)"
     if PreferenceLoss.of(spec.training) is not None:

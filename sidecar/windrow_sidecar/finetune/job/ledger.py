@@ -170,7 +170,7 @@ class Ledger:
             )
         if found is not None:  # before the disk is: its remedy may be to delete the checkpoint
             found.check(self._session.origin)
-        self._folder.check_room(sum(tensor.nbytes for tensor in self._stream.tensors().values()))
+        self._folder.check_room(self._stream.checkpoint_bytes)
         if found is None:
             self._progress()
             self._started(Reason.STARTED, "from the beginning")
@@ -322,7 +322,7 @@ class Ledger:
         digests: list[str] = []
 
         def fill(folder: Path) -> None:
-            save_adapter(session.model, folder)
+            save_adapter(session.adapted(), folder)
             (folder / CARD_FILE).write_text(card, encoding="utf-8")
             digests.append(digest_of_folder(folder))
 

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,6 +211,7 @@ def load_base(
     device: ComputeDevice | None = None,
     random_weights: int | None = None,
     copy_rate: float | None = None,
+    build: Callable[[Path, Any, WeightForm], nn.Module] | None = None,
 ) -> BaseModel:
     """Build the model, over `exported` where that is given, else from the directory's files.
 
@@ -220,6 +221,8 @@ def load_base(
     on the device, as for measurements, and the directory needs none.
     `copy_rate`: bytes a second that layers which take turns may move, so that decode keeps the rest
     of the disk and the link; None: no limit.
+    `build`: makes the model of the directory, its configuration and the form, where that is not all
+    of it (see `tensor_parallel.shard`).
 
     Raises:
         UserError: a form whose library is not there, an architecture that transformers cannot
@@ -237,7 +240,10 @@ def load_base(
         tokenizer = read_tokenizer(directory)
     form, device = form or WeightForm(), device or HostDevice()
     frozen: FrozenLayers | None = None
-    if random_weights is not None:
+    if build is not None:
+        with _told_as_unusable(str(directory)):
+            model = build(directory, config, form)
+    elif random_weights is not None:
         with _told_as_unusable(str(directory)):
             model = _made_up(config, form, device, random_weights)
     elif exported is not None:

@@ -18,6 +18,7 @@ from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.compute.partition import UnknownLevel
 from windrow_sidecar.finetune.adapter.layer_programs import wanted_program
+from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.engine.sizing import Estimates, micro_batches_a_visit
 from windrow_sidecar.finetune.engine.stages import StepDone
 from windrow_sidecar.finetune.job.assembly import (
@@ -35,6 +36,7 @@ from windrow_sidecar.finetune.model.loading import BaseModel, find_model, load_b
 from windrow_sidecar.finetune.model.precision import WeightForm
 from windrow_sidecar.finetune.standalone.measurement import Step, endless, measure
 from windrow_sidecar.finetune.tasklets import MicroLimits
+from windrow_sidecar.finetune.tensor_parallel.sharding import Sharding
 
 # Tokens of a micro-batch where nobody waits for the device: a layer of an 8B model has to be long
 # enough there to hide what queueing it costs Python, several milliseconds (H200).
@@ -131,11 +133,14 @@ def open_alone(
     base: BaseModel | None = None,
     estimates: Estimates | None = None,
     alive: Callable[[], None] = lambda: None,
+    rows: DataSplit | None = None,
+    sharding: Sharding | None = None,
 ) -> TrainingSession:
     """Load a job onto a device (default: the host), over `base` where that is loaded already.
 
     `estimates`: what tasklets take there, as the gate learns it. Where layers take turns, as many
-    micro-batches visit each together as hide its transfer. `alive`: called at each row.
+    micro-batches visit each together as hide its transfer. `alive`: called at each row. `rows`: of
+    the job, where they have been read; `sharding`: of a base that is cut over ranks.
 
     Raises:
         UserError: it cannot be honoured.
@@ -149,8 +154,10 @@ def open_alone(
         together = micro_batches_a_visit(frozen, known, of_each, job.spec.training.batch_size)
         return MicroLimits(tokens, micro_batches=together)
 
-    runtime = TaskletRuntime(TorchBoundaries(), limits, device=device, program=wanted_program())
-    session = open_session(job, base, runtime, alive=alive)
+    # A packed layer sums nothing over ranks.
+    program = wanted_program() if sharding is None else "eager"
+    runtime = TaskletRuntime(TorchBoundaries(), limits, device=device, program=program)
+    session = open_session(job, base, runtime, rows=rows, alive=alive, sharding=sharding)
     return session
 
 

@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, replace
 from functools import partial
@@ -19,7 +19,7 @@ from windrow.protocol import Ending, WorkerEvent
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.finetune.engine.sizing import Estimates
-from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
+from windrow_sidecar.finetune.job.assembly import JobSpec, TrainingSession, read_job
 from windrow_sidecar.finetune.job.bucket import open_own_folder
 from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.job.gate import OpenGate
@@ -203,9 +203,9 @@ class JobGroup:
             folder.claim(waits_for, job_state.stall.renew)
         job = replace(job, epoch=folder.epoch, begun=folder.begun)
         with job_state.stall.during(READING):
-            session = open_alone(job, self._device, base, self._estimates, job_state.stall.renew)
+            session = self._open(job, base, job_state.stall.renew)
         stream = session.stream
-        memory = OwnMemory(stream, activation_budget=session.activation_budget)
+        memory = OwnMemory(stream, activation_budget=session.kept_by_layers)
         ledger = Ledger(session, folder, reporter, events, job_state)
         weights = stream.parts.weights
         return JobHandle(
@@ -219,7 +219,7 @@ class JobGroup:
             failed=lambda error: self._failed(n, reporter, error, ledger, folder),
             ended=lambda ending: self._endings.update({n: ending}),
             apart=why_apart(session, base),
-            activation_budget=session.activation_budget,
+            activation_budget=session.kept_by_layers,
         )
 
     def _join_rows(self) -> JointTurns:
@@ -230,6 +230,10 @@ class JobGroup:
         stream, budget = open_joint(shallow_clone(self._own_base), runtime)
         memory = OwnMemory(stream, activation_budget=budget)
         return JointTurns(stream, memory, budget, self._gate, JointWatch())
+
+    def _open(self, job: JobSpec, base: BaseModel, alive: Callable[[], None]) -> TrainingSession:
+        """Put a job together; `alive`: called at each row that is read."""
+        return open_alone(job, self._device, base, self._estimates, alive)
 
     def _failed(
         self,

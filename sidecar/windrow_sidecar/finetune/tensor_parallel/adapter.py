@@ -196,7 +196,7 @@ class AdapterParts:
             if self._is_of_parameter(entry, tensor):
                 by_dtype.setdefault(tensor.dtype, []).append(entry)
             elif self._ranks.rank == 0:
-                found[entry] = tensor  # the same on every rank
+                found[entry] = tensor.clone()  # the same on every rank
         for dtype, entries in by_dtype.items():
             mine = [held[entry] for entry in entries]
             pieces = [unflat(of, mine) for of in self._ranks.gathered(flat(mine, dtype))]
@@ -204,11 +204,27 @@ class AdapterParts:
                 found[entry] = self._joined(entry, [of[n] for of in pieces])
         return found
 
+    def whole_bytes(self, held: Mapping[str, Tensor]) -> int:
+        """Return the bytes that `assemble` would return for `held`, [...] each."""
+        return sum(
+            tensor.element_size() * self._all[_parameter_of(entry)].numel()
+            if self._is_of_parameter(entry, tensor)
+            else tensor.nbytes
+            for entry, tensor in held.items()
+        )
+
     def fill(self, found: Mapping[str, Tensor]) -> None:
         """Give the stand-in the parameters of `found`, [...] each, that `assemble` returned."""
         with torch.no_grad():
             for name, parameter in self._all.items():
                 parameter.copy_(found[f"{PARAMETER}/{name}"])
+
+    def spread(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the `tensors` of rank 0, [...] each; the others give some of the same shapes."""
+        return {
+            name: self._ranks.from_first(tensor.to(self._ranks.device, copy=True))
+            for name, tensor in tensors.items()
+        }
 
     def taken(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what this rank has of a whole checkpoint, [...] each: undoes `assemble`.

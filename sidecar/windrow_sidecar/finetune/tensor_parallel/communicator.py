@@ -42,7 +42,8 @@ class Communicator:
         """Join the group whose ranks meet in a file; return once all have come.
 
         Args:
-            rendezvous: the file, in a folder that only this user may read; it need not exist.
+            rendezvous: the file, in a folder that only this user may read. It need not exist, and
+                may go once this has returned.
             rank: of this process.
             ranks: how many there are.
             device: on which tensors are.
@@ -58,7 +59,9 @@ class Communicator:
             world_size=ranks,
             timeout=timedelta(seconds=late_after_s),
         )
-        return cls(rank, ranks, device)
+        joined = cls(rank, ranks, device)
+        joined.sum(torch.zeros(1, device=device))  # every rank has come out of the line above
+        return joined
 
     def close(self) -> None:
         """Leave the group."""
