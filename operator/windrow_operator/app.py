@@ -11,7 +11,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ _STOP_SECONDS = 0.7
 # Between two looks at a cluster that lacks something: doubled each time.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 _COMPARED_S = 60.0
+# Of the metrics' port, which anybody may ask: longer than between two scrapes of most.
+_MOST_SILENT, _SILENT_FOR = 256, timedelta(minutes=2)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -120,12 +122,12 @@ class App:
         self._memory.take_over()
         async with AsyncExitStack() as stack:
             self._take_signals()
+            silent = connections.Connections(_MOST_SILENT, _SILENT_FOR)
+            measured = self.metrics.application(connections.counts_between_calls(silent))
             metrics_port = await self._bind(
                 "metrics",
                 self._settings.metrics_port,
-                lambda port: _serve_http(
-                    stack, self.metrics.application(), self._settings.host, port, None
-                ),
+                lambda port: _serve_http(stack, measured, self._settings.host, port, None, silent),
             )
             self._write_state(metricsPort=metrics_port, ready=False)
             if not await self._patiently(self._check_and_load, self._waits):

@@ -17,6 +17,9 @@ from datetime import timedelta
 from ssl import SSLContext
 from typing import Final
 
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
 log = logging.getLogger(__name__)
 
 MOST_UNPROVEN: Final = 64
@@ -72,6 +75,25 @@ class Connections:
 def _address(transport: asyncio.BaseTransport) -> str:
     """Return the address that a connection came from; it is kept after the connection's end."""
     return str((transport.get_extra_info("peername") or ("",))[0])
+
+
+def counts_between_calls(connections: Connections) -> Middleware:
+    """Return the middleware of a port that anybody may ask: callers count while they ask nothing.
+
+    A connection that stays open for the next call is one that says nothing until that comes.
+    """
+
+    @web.middleware
+    async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
+        connections.forget(request.transport)
+        try:
+            return await handler(request)
+        finally:
+            transport = request.transport
+            if transport is not None and not transport.is_closing():
+                connections.opened(transport)
+
+    return counted
 
 
 class _Counted(asyncio.Protocol):

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -167,9 +168,9 @@ class Metrics:
         """Note that the operator is at work."""
         self._lacks = ""
 
-    def application(self) -> web.Application:
+    def application(self, *middlewares: Middleware) -> web.Application:
         """Return the HTTP application: `/metrics`, `/healthz` and `/readyz`."""
-        application = web.Application()
+        application = web.Application(middlewares=middlewares)
         application.router.add_get("/metrics", self._serve)
         application.router.add_get("/healthz", self._health)
         application.router.add_get("/readyz", self._readiness)

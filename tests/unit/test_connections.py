@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from aiohttp import web
 
-from windrow_operator.connections import Connections, listen
+from windrow_operator.connections import Connections, counts_between_calls, listen
 from windrow_sidecar.testing.attached_operator import certificate
 
 
@@ -38,7 +38,7 @@ def few(most=3):
     return Connections(most=most, within=timedelta(days=1))
 
 
-async def serving(connections, tls=None, handshakes=None):
+async def serving(connections, tls=None, handshakes=None, middlewares=()):
     """A server that counts; `/known` proves a caller. Yields how to dial it."""
 
     async def answer(request):
@@ -46,7 +46,7 @@ async def serving(connections, tls=None, handshakes=None):
             connections.forget(request.transport)
         return web.Response()
 
-    application = web.Application()
+    application = web.Application(middlewares=middlewares)
     application.router.add_get("/{any}", answer)
     runner = web.AppRunner(application)
     await runner.setup()
@@ -94,6 +94,21 @@ async def test_the_oldest_that_says_nothing_goes_and_those_that_are_proven_stay(
     assert await silent[-1].get("/other") == 200  # the newest are served
     assert len(connections) == 3
     assert await known.get("/known") == 200
+
+
+async def test_on_a_port_that_anybody_may_ask_callers_count_while_they_ask_nothing():
+    connections = few()
+    async for dial in serving(connections, middlewares=[counts_between_calls(connections)]):
+        scraper = await dial()
+        for _ in range(2):
+            assert await scraper.get("/metrics") == 200
+        silent = [await dial() for _ in range(3)]
+        assert await scraper.has_ended()  # the oldest of those that asked nothing since
+        assert await silent[-1].get("/healthz") == 200
+        assert len(connections) == 3
+        connections.within = timedelta(0)
+        assert await silent[-1].get("/healthz") == 200
+        assert await silent[-1].has_ended()
 
 
 async def test_one_that_proves_nothing_in_time_ends(served):
