@@ -50,7 +50,7 @@ JOBS, RANK, GOAL = 4, 16, 0.9
 HIDDEN, LAYERS, VOCABULARY = 512, 4, 4096
 # Rows of a job's step, and tokens of a row.
 STEPS_OF = ((1, 32), (1, 64), (4, 128))
-ROUNDS, STEPS = 7, 4
+ROUNDS, STEPS = 5, 3
 NO_LIMIT = MicroLimits(1 << 20)
 
 

@@ -12,6 +12,7 @@ from support.filehub import served
 from worker_pod import ROOT, UID, Lending, Pod, until
 
 from windrow.protocol import Ending
+from windrow.rundir import WORKER_LOG
 
 EXAMPLE_ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
 
@@ -107,6 +108,9 @@ def test_a_job_that_is_taken_reaches_its_adapter_beside_the_first(carrying):
     assert all(before <= after for before, after in itertools.pairwise(done))
     # While the second was loaded decode had the device and its chunks.
     assert pod.lending.offered_nothing
+    joined = "pass in the same tasklets as those of 1 more"
+    logs = [pod.run_dir.job_dir(uid) / WORKER_LOG for uid in (UID, "second")]
+    assert all(joined in log.read_text() for log in logs)
     first_goes_on(pod)
 
 

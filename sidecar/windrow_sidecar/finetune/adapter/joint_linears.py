@@ -149,6 +149,13 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def adapts_head(tuned: Any, stack: DecoderStack) -> bool:  # noqa: ANN401 - peft is untyped
+    """Return whether a job has an adapter outside of the decoder's layers."""
+    inside = {id(module) for layer in stack.layers for module in layer.modules()}
+    layers = lora_layers(tuned.get_base_model()).values()
+    return any(id(layer) not in inside for layer in layers)
+
+
 def refused(tuned: Any, learns: Mapping[str, nn.Parameter], stack: DecoderStack) -> str:  # noqa: ANN401 - peft is untyped
     """Return why a job's rows cannot pass beside those of others; "" if they can.
 

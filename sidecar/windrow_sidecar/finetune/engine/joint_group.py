@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +34,13 @@ class JointPart:
         key: of the job's adapter among the joint linears.
         parts: of the job's own model: its head and its adapter.
         rows: of its step.
+        own_head: whether its head has an adapter, so that it is not the base's.
     """
 
     key: object
     parts: ModelParts
     rows: RowsOfJob
+    own_head: bool = False
 
     def tasklet(self, joint: Tasklet) -> Tasklet:
         """Return a tasklet of the micro-batch as that of this job's rows alone."""
@@ -91,10 +94,11 @@ class JointGroup(MicroBatchGroup):
         return all(reading.is_here for of_part in self._of_parts for reading in of_part)
 
     def _learn(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        gradients, begin = [], 0
-        for part, losses in zip(self.parts, self._of_parts, strict=True):
-            lines = slice(begin, begin + part.rows.micro.lines)
-            begin, adapter = lines.stop, part.parts.adapter
+        if not any(part.own_head for part in self.parts):
+            return self._learn_by_one_head(hidden, targets)
+        gradients = []
+        for part, lines, losses in zip(self.parts, self._lines(), self._of_parts, strict=True):
+            adapter = part.parts.adapter
             total, gradient = part.parts.head.loss_and_gradient(
                 hidden[lines],
                 targets[lines],
@@ -104,6 +108,25 @@ class JointGroup(MicroBatchGroup):
             losses.append(Reading(total))
             gradients.append(gradient)
         return torch.cat(gradients)
+
+    def _learn_by_one_head(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Pass all lines through the base's head; each job's gradient is by its own labels."""
+        count = torch.tensor([part.rows.micro.lines for part in self.parts])
+        of_line = torch.arange(len(self.parts)).repeat_interleave(count)
+        of_token = of_line[:, None].expand(-1, targets.shape[1])
+        totals, gradient = self._parts.head.row_losses(
+            hidden, targets, of_token, len(self.parts), learn=True
+        )
+        assert gradient is not None
+        for n, (part, lines) in enumerate(zip(self.parts, self._lines(), strict=True)):
+            self._of_parts[n].append(Reading(totals[n]))
+            gradient[lines] /= part.rows.labels_in_batch
+        return gradient
+
+    def _lines(self) -> list[slice]:
+        """Return the lines of each part."""
+        ends = list(accumulate(part.rows.micro.lines for part in self.parts))
+        return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
     def _learning(self, layer: int) -> list[nn.Parameter]:
         return self._linears.learning(self._parts.stack.layers[layer])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.adapter.joint_linears import JointLinears
+from windrow_sidecar.finetune.adapter.joint_linears import JointLinears, adapts_head
 from windrow_sidecar.finetune.engine.joint_group import JointGroup, JointPart
 from windrow_sidecar.finetune.engine.orders import Lookahead, layer_major
 from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
@@ -111,6 +111,7 @@ class JointStream:
         self._limits, self._sizing, self._keep_for = limits, sizing, keep_for
         self.members: list[Member] = []
         self._linears = JointLinears(stack.model)
+        self._own_heads: set[Member] = set()  # whose head is not the base's
         self._group: JointGroup | None = None
         self._in_group: list[Member | None] = []  # by part; None: it has taken its rows back
         self._acts: Member | None = None  # whose own tasklet is next
@@ -118,13 +119,17 @@ class JointStream:
 
     def join(self, member: Member) -> None:
         """Let a job take part from the next micro-batch on."""
-        self._linears.add(member, member.stream.parts.adapter.model)
+        tuned = member.stream.parts.adapter.model
+        self._linears.add(member, tuned)
+        if adapts_head(tuned, member.stream.parts.stack):
+            self._own_heads.add(member)
         self.members.append(member)
 
     def leave(self, member: Member) -> None:
         """Let a job go; its rows in the micro-batch on its way are not done."""
         self._take_back(member)
         self.members.remove(member)
+        self._own_heads.discard(member)
         if self._acts is member:
             self._acts = None
         if self._group is None:
@@ -308,7 +313,10 @@ class JointStream:
             self._limits().max_tokens,
         )
         members = [(one, rows) for one, rows in zip(able, takes, strict=True) if rows]
-        parts = [JointPart(one, one.stream.parts, one.stream.lend(rows)) for one, rows in members]
+        parts = [
+            JointPart(one, one.stream.parts, one.stream.lend(rows), one in self._own_heads)
+            for one, rows in members
+        ]
         self._formed += 1
         self._group = JointGroup(
             self.stack, self._linears, parts, self._boundaries, number=self._formed

@@ -198,6 +198,21 @@ class JointTurns:
             self._gate.quiet(None)
             self._note_ran()
             return [(job, job.runner.succeed) for job in over]
+        try:
+            happened = self._run_next()
+        except Exception:
+            # Each of them may be at fault: they go on in turns, in which it fails alone.
+            log.exception("a joint tasklet failed; jobs go on in turns of their own")
+            self.stream.drop()
+            self.broken = True
+            return []
+        acts = []
+        for one in happened:
+            job = self._job_of(one.member)
+            acts.append((job, _act_of(job, one)))
+        return acts
+
+    def _run_next(self) -> list[Happened]:
         tasklet = self.stream.peek()
         self._nothing_may_run = tasklet is None
         if tasklet is None:
@@ -207,10 +222,7 @@ class JointTurns:
         if not self._may_run(tasklet):
             self._held_up = tasklet
             return []
-        happened = self._run(tasklet)
-        return [
-            (self._job_of(one.member), _act_of(self._job_of(one.member), one)) for one in happened
-        ]
+        return self._run(tasklet)
 
     def _run(self, tasklet: Tasklet) -> list[Happened]:
         parts = self.stream.parts_of(tasklet)
@@ -226,12 +238,6 @@ class JointTurns:
         except BrokenOff:
             self.stream.break_off(tasklet)
             self._held_up = self.stream.peek()
-            return []
-        except Exception:
-            # Each of them may be at fault: they go on in turns, in which it fails alone.
-            log.exception("a joint tasklet failed; jobs go on in turns of their own")
-            self.stream.drop()
-            self.broken = True
             return []
         finally:
             self._watch.now.end()
