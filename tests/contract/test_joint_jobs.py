@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import (
     Cut,
     Recipe,
+    pefts_gradients,
     pefts_training,
     small_rows,
     small_spec,
@@ -41,7 +43,7 @@ from windrow_sidecar.testing.equality import (
     tuned_model,
     what_is_learnt,
 )
-from windrow_sidecar.testing.rounding import apart, in_type_of
+from windrow_sidecar.testing.rounding import apart, in_type_of, no_farther
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -89,6 +91,7 @@ class Jobs:
         sizing: of its tasklets.
         least: whether layers keep nothing of their forward.
         held_out: rows of evaluations.
+        dtype: of the base.
     """
 
     def __init__(
@@ -100,9 +103,10 @@ class Jobs:
         *,
         least: bool = False,
         held_out: tuple = (),
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         self._architecture, self._held_out = architecture, held_out
-        self._base = BaseModel(random_model(architecture).double(), None, None, shared=False)
+        self._base = BaseModel(random_model(architecture).to(dtype), None, None, shared=False)
         stack = DecoderStack(shallow_clone(self._base).model)
         if least:
             stack.around_layer = planned = PlannedLayers(stack.layers)
@@ -198,6 +202,24 @@ def test_two_jobs_over_other_architectures_learn_what_peft_learns_of_each(archit
     assert ["plain", "stabilised"] in map(sorted, jobs.together)
     jobs.check("plain")
     jobs.check("stabilised")
+
+
+def test_in_bf16_the_error_is_that_of_pefts_own_run():
+    """Adapters are in fp32 there, and their products are added in it."""
+    jobs = Jobs("Llama", ("plain", "stabilised"), dtype=torch.bfloat16)
+    begun = {name: copy.deepcopy(tuned) for name, tuned in jobs.tuned.items()}
+    sums: dict[str, dict] = {}
+    for _ in begun:
+        jobs.run(until=lambda t: t.phase is Phase.OPTIMIZER and jobs.now(t)[0] not in sums)
+        (name,) = jobs.now(jobs.joint.peek())
+        held = jobs.members[name].stream.tensors()
+        sums[name] = {n.removeprefix("sum/"): t.clone() for n, t in held.items() if "sum/" in n}
+    for name, tuned in begun.items():
+        kind = KINDS[name]
+        truth = pefts_gradients(copy.deepcopy(tuned).double(), kind.rows, recipe=kind.recipe)
+        theirs = [pefts_gradients(tuned, kind.rows, pads, kind.recipe) for pads in (0, 1)]
+        far = [apart(of, truth).of_norm for of in theirs]
+        assert no_farther([apart(sums[name], truth).of_norm], far, torch.bfloat16)
 
 
 def test_layers_that_run_a_second_time_in_their_backward_learn_the_same():

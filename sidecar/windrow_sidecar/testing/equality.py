@@ -155,6 +155,7 @@ def pefts_gradients(
     tuned: Any,  # noqa: ANN401
     rows: tuple[Example, ...],
     padding: int = 0,
+    recipe: Recipe = Recipe(),
 ) -> dict[str, Tensor]:
     """Return the gradients of the first batch the ordinary way: one padded batch with its mask.
 
@@ -162,7 +163,7 @@ def pefts_gradients(
     """
     tuned = copy.deepcopy(tuned).train()
     with in_type_of(tuned):
-        PeftLoop(tuned, rows, padding).backward(0)
+        PeftLoop(tuned, rows, padding, recipe).backward(0)
     return {name: p.grad for name, p in trainable(tuned).items() if p.grad is not None}
 
 
