@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import Final, Protocol
 
@@ -66,6 +68,8 @@ _MOST_CONNECTIONS: Final = 16_384
 _HELLO_WITHIN_S: Final = 10.0
 # Streams whose token or hello is still awaited, of all sidecars.
 _MOST_ARRIVING: Final = 4096
+# Those of one pod whose hello is awaited: a sidecar that dials again may have one more on its way.
+_MOST_ARRIVING_OF_POD: Final = 4
 # Messages of one stream: what 64 slots report, and turns of their jobs. One that sends more is read
 # no faster. A long message counts as several.
 _MESSAGES_PER_SECOND: Final = 100.0
@@ -141,6 +145,7 @@ class AttachServer(pb_grpc.AttachServicer):
         self.sessions: dict[str, Session] = {}  # by pod UID
         self._server: grpc.aio.Server | None = None
         self._arriving = 0  # streams whose token or hello is awaited
+        self._greeting: Counter[str] = Counter()  # those whose hello is awaited, by pod UID
 
     def connect(self, leadership: Leadership) -> None:
         """Say who knows whether this replica leads. Its address is known once it listens."""
@@ -224,15 +229,32 @@ class AttachServer(pb_grpc.AttachServicer):
             peer = context.peer().rpartition(":")[0]
             said = {name: str(value) for name, value in metadata.items()}
             pod = await self._identity.identify(said, peer)
-            try:
-                async with asyncio.timeout(_HELLO_WITHIN_S):
-                    return pod, await self._hello(requests, pod)
-            except TimeoutError:
-                raise Refused(
-                    grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {_HELLO_WITHIN_S:.0f} s"
-                ) from None
+            with self._place(pod):
+                try:
+                    async with asyncio.timeout(_HELLO_WITHIN_S):
+                        return pod, await self._hello(requests, pod)
+                except TimeoutError:
+                    raise Refused(
+                        grpc.StatusCode.DEADLINE_EXCEEDED,
+                        f"no hello within {_HELLO_WITHIN_S:.0f} s",
+                    ) from None
         finally:
             self._arriving -= 1
+
+    @contextmanager
+    def _place(self, pod: Pod) -> Iterator[None]:
+        """Have a place among the streams of a pod that have said no hello while it is open."""
+        if self._greeting[pod.uid] >= _MOST_ARRIVING_OF_POD:
+            raise Refused(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams of the pod say no hello"
+            )
+        self._greeting[pod.uid] += 1
+        try:
+            yield
+        finally:
+            self._greeting[pod.uid] -= 1
+            if not self._greeting[pod.uid]:
+                del self._greeting[pod.uid]
 
     def _require_leading(self) -> None:
         if self._listener is None or not self._leadership.holds():

@@ -476,6 +476,21 @@ async def test_connections_to_the_stream_are_bounded_before_their_handshake(monk
         await server.stop()
 
 
+async def test_one_pod_does_not_hold_all_places_of_those_on_their_way():
+    server = attach.AttachServer(ClusterState(NOW), Asked(), Metrics(), clock=lambda: NOW)
+    server._identity = Anybody()
+    held = [asyncio.create_task(server._arrive(Silent(), Silent())) for _ in range(4)]
+    await asyncio.sleep(0)
+    with pytest.raises(Refused) as refused:
+        await server._arrive(Silent(), Silent())
+    assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    for task in held:
+        task.cancel()
+    await asyncio.gather(*held, return_exceptions=True)
+    assert server._arriving == 0
+    assert not server._greeting
+
+
 async def test_those_on_their_way_are_bounded(monkeypatch):
     monkeypatch.setattr(attach, "_MOST_ARRIVING", 0)
     server = attach.AttachServer(ClusterState(NOW), Asked(), Metrics(), clock=lambda: NOW)
