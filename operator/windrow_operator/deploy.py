@@ -193,20 +193,20 @@ class Deployments:
             groups = probes(asked)
             if not groups:
                 note = ". No canary was asked: no prefill instance computes prompts for decode"
-            for parts in groups:
-                try:
-                    why = await _answer(servers, parts, f"{model}:{name}", canary.prompt)
-                except KeyRefused as error:
-                    note = f". No canary was asked: {error}"
-                    break
-                other = await _answer(servers, parts, model, canary.prompt) if why else ""
-                if other and before is None:  # nothing is served that could get worse
-                    note = f". No canary was asked: {other} also without an adapter"
-                    break
-                if other:
-                    raise NotLoaded(f"{other} also without an adapter")
-                if why:
-                    raise CanaryFailed(f"{why}, and not without the adapter")
+            # All at once: servers that do not answer hold up other adapters as long as one of them.
+            found = await asyncio.gather(
+                *(_trial(servers, parts, model, name, canary.prompt) for parts in groups),
+                return_exceptions=True,
+            )
+            for outcome in found:
+                if isinstance(outcome, CanaryFailed):
+                    raise outcome
+            for outcome in found:
+                unasked = NotLoaded if before is None else KeyRefused  # nothing is served so far
+                if isinstance(outcome, unasked):
+                    note = f". No canary was asked: {outcome}"
+                elif outcome:
+                    raise outcome
             passed = True
         finally:
             if name != served_name(job) or not passed:
@@ -360,6 +360,22 @@ class Deployments:
         self._cluster.put_job(written)
         event = Event(reason, message, warning=reason in _WARNINGS)
         await self._recorder.record(written, event)
+
+
+async def _trial(
+    servers: Servers, parts: Sequence[Instance], model: str, name: str, prompt: str
+) -> None:
+    """Have instances answer a request by an adapter.
+
+    Raises:
+        CanaryFailed: they do not, and do by the base model.
+        NotLoaded: they answer neither.
+        KeyRefused: they take no request with their policy's key.
+    """
+    if why := await _answer(servers, parts, f"{model}:{name}", prompt):
+        if other := await _answer(servers, parts, model, prompt):
+            raise NotLoaded(f"{other} also without an adapter")
+        raise CanaryFailed(f"{why}, and not without the adapter")
 
 
 async def _answer(servers: Servers, parts: Sequence[Instance], model: str, prompt: str) -> str:

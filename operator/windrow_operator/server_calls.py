@@ -18,6 +18,7 @@ from windrow_operator.serving import Instance
 _MOST_BYTES: Final = 2**20
 _MOST_REPEATED: Final = 256
 _CANARY_TOKENS: Final = 4
+_CANARY_SECONDS: Final = 30.0
 
 # An instance, and the directory of a version as it sees it.
 Target = tuple[Instance, str]
@@ -94,10 +95,16 @@ class Servers:
             host, port = parts[0].bootstrap.split(" ")
             room = secrets.randbits(62)
             body |= {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": room}
-        answers = await asyncio.gather(
-            *(self._request("POST", part, "v1/completions", body) for part in parts),
-            return_exceptions=True,
-        )
+        try:
+            async with asyncio.timeout(_CANARY_SECONDS):
+                answers = await asyncio.gather(
+                    *(self._request("POST", part, "v1/completions", body) for part in parts),
+                    return_exceptions=True,
+                )
+        except TimeoutError as error:
+            raise NotLoaded(
+                f"{parts[-1].key} does not answer v1/completions within {_CANARY_SECONDS:.0f} s"
+            ) from error
         for part, answer in zip(parts, answers, strict=True):
             if isinstance(answer, BaseException):
                 raise answer

@@ -1,7 +1,8 @@
 """Bring finished adapters to where the pod's servers load them from, as the operator asks.
 
 Each copy is made by a process (`windrow_sidecar.finetune.arrival`) that yields to decode in
-everything and ends with the agent. One runs at a time.
+everything and ends with the agent. For each namespace one runs at a time, so that a place that
+answers slowly holds up nobody else.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from windrow_sidecar.agent.worker_process import access_document
 _log = logging.getLogger(__name__)
 
 _MODULE = "windrow_sidecar.finetune.arrival"
-_ENDS_WITHIN_S = 1800.0
+_ENDS_WITHIN_S = 900.0
+_MOST_AT_A_TIME = 4  # each takes 0.1 GB
 _MOST_ANSWER_BYTES = 64 * 1024
 # A native client would pass by the guard of the network.
 _ENVIRONMENT = {"HF_HUB_DISABLE_XET": "1"}
 
 
 class AdapterStore:
-    """Carries out orders to store adapters, one after the other.
+    """Carries out orders to store adapters, those for a directory one after the other.
 
     Args:
         settings: of the agent.
@@ -40,9 +42,10 @@ class AdapterStore:
         self, settings: AgentSettings, told: Callable[[attach_pb2.AdapterStored], None]
     ) -> None:
         self._settings, self._told = settings, told
-        self._turn = asyncio.Lock()
+        self._turns: dict[str, asyncio.Lock] = {}  # by the directory of a namespace
+        self._places = asyncio.Semaphore(_MOST_AT_A_TIME)
         self._waiting: set[str] = set()  # digests
-        self._process: asyncio.subprocess.Process | None = None
+        self._processes: set[asyncio.subprocess.Process] = set()
 
     async def store(self, order: attach_pb2.StoreAdapter) -> None:
         """Have an adapter stored, or removed, and tell what became of it; twice the same is one."""
@@ -50,7 +53,8 @@ class AdapterStore:
             return
         self._waiting.add(order.digest)
         try:
-            async with self._turn:
+            turn = self._turns.setdefault(order.cache, asyncio.Lock())
+            async with turn, self._places:
                 error = await self._run(order)
         finally:
             self._waiting.discard(order.digest)
@@ -64,16 +68,16 @@ class AdapterStore:
         )
 
     async def close(self) -> None:
-        """End the process that runs, if any; its draft goes with the next order."""
-        if self._process is not None and self._process.returncode is None:
+        """End the processes that run; their drafts go with a later order."""
+        for process in [*self._processes]:
             with suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+                process.kill()
+            await process.wait()
 
     async def _run(self, order: attach_pb2.StoreAdapter) -> str:
         """Return why the adapter is not stored; "": it is."""
         python = sys.executable
-        self._process = process = await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *(python, "-m", "windrow_sidecar.agent.spawn", str(os.getpid()), "--"),
             *(python, "-m", _MODULE),
             stdin=asyncio.subprocess.PIPE,
@@ -81,6 +85,7 @@ class AdapterStore:
             env=os.environ | _ENVIRONMENT,
         )
         line = json.dumps(_document(self._settings, order)) + "\n"
+        self._processes.add(process)
         try:
             async with asyncio.timeout(_ENDS_WITHIN_S):
                 said, _ = await process.communicate(line.encode())
@@ -88,6 +93,8 @@ class AdapterStore:
             process.kill()
             await process.wait()
             return f"it was not copied within {_ENDS_WITHIN_S:.0f} s"
+        finally:
+            self._processes.discard(process)
         try:
             answer = json.loads(said[:_MOST_ANSWER_BYTES])
         except ValueError:

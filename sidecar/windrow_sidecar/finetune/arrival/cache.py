@@ -30,7 +30,7 @@ from windrow.conditions import Reason
 from windrow.errors import UserError
 
 _MOST_CONFIG_BYTES: Final = 2**20
-_MOST_HEADER_BYTES: Final = 100_000_000  # as safetensors has it
+_MOST_HEADER_BYTES: Final = 8 * 2**20  # of thousands of tensors; it is parsed as a whole
 _PIECE_BYTES: Final = 2**20
 _DRAFT: Final = ".draft-"
 # Longer than any copy takes: such a draft is of a process that was killed.
