@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,11 +24,14 @@ from windrow.eventlog import EventLog, RequestEvent, StepEvent, read_events
 from windrow.rundir import RunDir, profile_file
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.compute.partition import UnknownLevel
+from windrow_sidecar.engines.builtin import turns as turns_module
 from windrow_sidecar.engines.builtin.kv.paging import PagePool
+from windrow_sidecar.engines.builtin.llama.riding import Product
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, LoopParts
 from windrow_sidecar.engines.builtin.profiler import Bounds, Profiler, ProfileStore
 from windrow_sidecar.engines.builtin.profiling import measure
 from windrow_sidecar.engines.builtin.scheduler import Scheduler
+from windrow_sidecar.engines.builtin.turns import Turns
 from windrow_sidecar.engines.builtin.web.channel import SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Output, Submit
 from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
@@ -619,3 +623,99 @@ def test_where_nothing_can_be_written_a_profile_is_taken_all_the_same(bench, tmp
     taker = replace(taker, store=replace(taker.store, run_dir=None))
     assert taker.take("quick", one.decode.config)["samples"]
     assert caplog.text.count("points are not kept") == 1
+
+
+class GapBeforeEachStep(NullHook):
+    """Grant the finetune side a long gap before each step; alone a step takes a millisecond."""
+
+    def __init__(self, gap_ns: int) -> None:
+        self.gap_ns = gap_ns
+
+    def before_step(self, facts: StepInput) -> Grant:
+        until_ns = facts.start_ns + self.gap_ns
+        predicted_us = 1000 + self.gap_ns // 1000
+        return Grant(finetune_units=2, gap_until_ns=until_ns, predicted_us=predicted_us)
+
+
+@pytest.fixture
+def sharing(bench):
+    """Make a bench whose steps ride along with the turns of a finetune thread, and start that."""
+
+    def make(finetune, *, gap_ns: int) -> tuple[Bench, threading.Thread]:
+        one = bench()
+        turns = Turns()
+        turns.wants_ride = True
+        rider = one.parts.decoder
+        one.parts = replace(one.parts, turns=turns, rider=rider, clock_ns=time.monotonic_ns)
+        one.use(GapBeforeEachStep(gap_ns))
+        thread = threading.Thread(target=finetune, args=(turns,), daemon=True)
+        thread.start()
+        return one, thread
+
+    return make
+
+
+def tokens_alone(bench) -> dict[int, list[int]]:
+    one = bench()
+    for number in (1, 2):
+        one.scheduler.submit(request(number, kv_arrives=True))
+    return one.run_dry()
+
+
+def joined_by(riding, n_rows: int) -> None:
+    """Join the first products of a step with rows of a finetune forward."""
+    hidden = riding.step._rows.shape[1]
+    riding.step.join(0, Product.QKV, torch.ones(n_rows, hidden))
+
+
+def test_a_finetune_thread_that_fails_in_the_middle_of_a_step_ends_its_turns_and_no_step(
+    bench, sharing
+):
+    joined: list[int] = []
+
+    def finetune(turns: Turns) -> None:
+        try:
+            while True:
+                if turns.rest(20.0) and turns.ride is not None:
+                    joined_by(turns.ride, 3)
+                    joined.append(turns.ride.step.joined)
+                    if len(joined) == 3:
+                        return  # as an error would leave it: half a layer is done
+        finally:
+            turns.give_back()
+            turns.end()
+
+    one, thread = sharing(finetune, gap_ns=10_000_000_000)
+    for number in (1, 2):
+        one.scheduler.submit(request(number, kv_arrives=True))
+    assert one.run_dry() == tokens_alone(bench)
+    thread.join(20)
+    assert joined == [1, 1, 1]
+    assert not thread.is_alive()
+
+
+def test_a_step_is_computed_again_where_the_finetune_thread_does_not_give_it_back(
+    bench, sharing, monkeypatch
+):
+    monkeypatch.setattr(turns_module, "_GIVEN_BACK_WITHIN_S", 0.01)
+    stuck, release = threading.Event(), threading.Event()
+
+    def finetune(turns: Turns) -> None:
+        while not (turns.rest(20.0) and turns.ride is not None):
+            pass
+        joined_by(turns.ride, 3)
+        stuck.set()
+        release.wait(20)  # between two points
+        turns.give_back()
+
+    one, thread = sharing(finetune, gap_ns=50_000_000)
+    for number in (1, 2):
+        one.scheduler.submit(request(number, kv_arrives=True))
+    assert one.run_dry() == tokens_alone(bench)
+    turns = one.parts.turns
+    assert stuck.is_set()
+    assert turns.overdue == 1
+    assert not turns.offer()
+    release.set()
+    thread.join(20)
+    assert turns.offer()
