@@ -219,6 +219,11 @@ def parsed(spec):
         ("access", {"namespaceSelector": {"matchLabels": {"a b": "c"}}}, "not a label key"),
         ("sidecar", {"volumes": [volume("a", "/a"), volume("b", "/a")]}, "one mountPath"),
         ("sidecar", {"volumes": [volume("a", "/a"), volume("a", "/b")]}, "Duplicate value"),
+        (
+            "sidecar",
+            {"volumes": [volume("a", "/a")], "adapterCache": {"volume": "b"}},
+            "adapterCache.volume is none of the volumes",
+        ),
         ("sidecar", {"volumes": [volume("a", "data")]}, "should match"),
         ("sidecar", {"volumes": [volume("a", "/a/../b")]}, "may not hold . or .."),
         ("sidecar", {"volumes": [volume("a", "/run/windrow")]}, "may not be /, /var"),

@@ -217,6 +217,12 @@ def test_a_wrong_job_names_field_value_and_remedy(path, value, field, words):
         ("limits.hours", ["20:00-08:00 Europe/Atlantis"], "spec.limits.hours[0]"),
         ("sidecar", {"gpuAccess": "wrap"}, "spec.sidecar.gpuAccess"),
         ("sidecar", {"gpuAccess": "dra"}, "spec.sidecar"),
+        ("sidecar", {"adapterCache": {"volume": "a"}}, "spec.sidecar"),
+        (
+            "sidecar",
+            {"volumes": [volume("a", "/a") | {"readOnly": True}], "adapterCache": {"volume": "a"}},
+            "spec.sidecar",
+        ),
         ("sidecar", {"volumes": [{"name": "a", "mountPath": "/a"}]}, "spec.sidecar.volumes[0]"),
         ("sidecar", {"volumes": [volume("a", "/a"), volume("b", "/a")]}, "spec.sidecar.volumes"),
         ("sidecar", {"volumes": [volume("a", "/a"), volume("a", "/b")]}, "spec.sidecar.volumes"),
