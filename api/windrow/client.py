@@ -544,11 +544,18 @@ def _load(kubeconfig: Filename | None, context: str) -> tuple[k8s.ApiClient, str
         raise UserError(
             f"no cluster to talk to: {str(e).rstrip('.')}",
             field="--context" if context else "--kubeconfig",
-            remedy="Name a context that `kubectl config get-contexts` shows."
-            if context
-            else "Start one with `windrow up`, or set KUBECONFIG.",
+            remedy=_remedy_for(path or "", context),
         ) from e
     return api, namespace or DEFAULT_NAMESPACE
+
+
+def _remedy_for(files: str, context: str) -> str:
+    """Return what to do about a kubeconfig that names no cluster, or of which parts are missing."""
+    if context:
+        return "Name a context that `kubectl config get-contexts` shows."
+    if any(Path(name).expanduser().is_file() for name in files.split(os.pathsep) if name):
+        return f"Correct {files}, or name another one by --kubeconfig."
+    return "Start one with `windrow up`, or set KUBECONFIG."
 
 
 def _require_credentials(configuration: k8s.Configuration) -> None:

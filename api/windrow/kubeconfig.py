@@ -53,6 +53,7 @@ class Kubeconfig:
     Raises:
         OSError: a file cannot be read.
         yaml.YAMLError: likewise.
+        UserError: a file is something else.
     """
 
     def __init__(self, files: str, context: str = "") -> None:
@@ -131,7 +132,13 @@ class Kubeconfig:
 
 def _content(file: Path) -> Mapping[str, Any]:
     body = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return body if isinstance(body, Mapping) else {}
+    if body is not None and not isinstance(body, Mapping):
+        raise UserError(
+            f"{file} is not a kubeconfig",
+            field="--kubeconfig",
+            remedy="Name a file with clusters, users and contexts.",
+        )
+    return body or {}
 
 
 def impersonation_headers(user: ConfiguredUser | None) -> list[tuple[str, str]]:

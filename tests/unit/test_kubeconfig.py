@@ -179,3 +179,19 @@ def test_a_proxy_of_socks_says_what_to_install(tmp_path, server):
     with pytest.raises(UserError, match="by a SOCKS proxy") as caught:
         WindrowClient(kubeconfig=path)
     assert "PySocks" in caught.value.remedy
+
+
+@pytest.mark.parametrize("text", ["- a\n", "only words\n", "5\n"])
+def test_a_file_that_is_something_else_is_refused(tmp_path, text):
+    file = tmp_path / "config"
+    file.write_text(text)
+    with pytest.raises(UserError, match="is not a kubeconfig") as refused:
+        WindrowClient(kubeconfig=str(file))
+    assert refused.value.field == "--kubeconfig"
+
+
+def test_a_file_that_lacks_a_part_is_to_be_corrected(tmp_path):
+    file = config_of(tmp_path, 1, tokenFile="/is/not/there")
+    with pytest.raises(UserError, match="/is/not/there") as refused:
+        WindrowClient(kubeconfig=str(file))
+    assert refused.value.remedy.startswith(f"Correct {file}")
