@@ -12,6 +12,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -19,7 +20,7 @@ from pyarrow import parquet
 
 from windrow.access import NetworkAccess
 from windrow.errors import UserError, WindrowError
-from windrow_sidecar.finetune.data import network_guard
+from windrow_sidecar.finetune.data import network_guard, store
 from windrow_sidecar.finetune.data.confined_files import ConfinedFiles, open_beneath
 from windrow_sidecar.finetune.data.confined_models import check_links, check_model
 from windrow_sidecar.finetune.data.network_guard import NetworkGuard, SourceRefused
@@ -27,6 +28,7 @@ from windrow_sidecar.finetune.data.places import find_files
 from windrow_sidecar.finetune.data.reading_memory import bounded_memory
 from windrow_sidecar.finetune.data.records import read_records
 from windrow_sidecar.finetune.data.source_access import NO_ACCESS, SourceAccess
+from windrow_sidecar.finetune.data.split import Example
 
 ROW = '{"text": "card 4111"}\n'
 
@@ -293,6 +295,25 @@ def test_rows_that_unpack_to_gigabytes_are_refused_before_they_are_in_memory(tmp
         list(read_records(found))
     assert refused.value.field == "spec.dataset.source"
     assert len(bytearray(512 << 20))  # the limit ends with the reading
+
+
+def test_rows_without_end_leave_a_part_of_the_disk_free(monkeypatch):
+    full = SimpleNamespace(f_bavail=19, f_blocks=100)
+    monkeypatch.setattr(store, "_LOOK_EVERY_BYTES", 1024)
+    monkeypatch.setattr(store, "_ALWAYS_BYTES", 10_000)
+    rows = store.TokenFile()
+    row = Example((1,) * 16, (1,) * 16, "rows.jsonl:1")
+    for _ in range(200):
+        rows.add(row)  # as long as there is room
+    monkeypatch.setattr(store.os, "fstatvfs", lambda _: full)
+    with pytest.raises(UserError, match="less than 20% of the disk") as refused:
+        for _ in range(20):
+            rows.add(row)
+    assert refused.value.field == "spec.dataset.source"
+    assert len(rows) < 220
+    few = store.TokenFile()
+    for _ in range(20):
+        few.add(row)  # so many in any case
 
 
 @pytest.fixture

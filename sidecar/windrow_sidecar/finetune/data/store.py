@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 import tempfile
 import weakref
 from array import array
 from collections.abc import Sequence
 from typing import IO, overload
 
+from windrow.conditions import Reason
+from windrow.errors import UserError
 from windrow_sidecar.finetune.data.split import Example
 
 _BYTES = array("i").itemsize
+# A kubelet evicts pods, decode's too, once less than 10 or 15% of a disk of the node is free. Rows
+# that never end would fill it.
+_LEFT_FREE = 0.2
+_ALWAYS_BYTES = 1 << 30
+_LOOK_EVERY_BYTES = 64 << 20
 
 
 class TokenFile:
@@ -50,7 +58,11 @@ class TokenFile:
         return {"_begins": self._begins, "lengths": self.lengths, "_digest": self.digest}
 
     def add(self, example: Example) -> None:
-        """Write a row."""
+        """Write a row.
+
+        Raises:
+            UserError: the rows so far leave too little of the disk.
+        """
         place = example.where.encode()
         tokens = array("i", (*example.ids, *example.labels)).tobytes()
         self._sha256.update(len(tokens).to_bytes(8))
@@ -58,7 +70,24 @@ class TokenFile:
         self._file.write(tokens)
         self._file.write(place)
         self.lengths.append(example.length)
-        self._begins.append(self._begins[-1] + 2 * _BYTES * example.length + len(place))
+        before, size = self._begins[-1], 2 * _BYTES * example.length + len(place)
+        self._begins.append(before + size)
+        if before // _LOOK_EVERY_BYTES != (before + size) // _LOOK_EVERY_BYTES:
+            self._check_disk(before + size)
+
+    def _check_disk(self, held_bytes: int) -> None:
+        self._file.flush()
+        disk = os.fstatvfs(self._file.fileno())
+        if held_bytes < _ALWAYS_BYTES or disk.f_bavail >= _LEFT_FREE * disk.f_blocks:
+            return
+        raise UserError(
+            f"the tokens of {len(self)} rows take {held_bytes >> 20} MiB, which leaves less than "
+            f"{_LEFT_FREE:.0%} of the disk of {tempfile.gettempdir()} free",
+            field="spec.dataset.source",
+            remedy="Train on fewer rows, or give the sidecar a volume at its directory for "
+            "temporary files.",
+            reason=Reason.DATASET_UNREADABLE,
+        )
 
     @property
     def digest(self) -> str:
