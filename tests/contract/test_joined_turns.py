@@ -245,23 +245,21 @@ def test_a_job_that_fails_ends_alone_and_the_others_stay_joined(tmp_path):
     assert worker.near("late")
 
 
-@pytest.mark.parametrize("where", ["tasklet", "memory"])
-def test_where_a_joint_tasklet_fails_jobs_go_on_in_turns(tmp_path, monkeypatch, caplog, where):
+def test_where_a_joint_tasklet_fails_jobs_go_on_in_turns(tmp_path, monkeypatch, caplog):
     worker = Worker(tmp_path)
     handles = [worker.handle(name) for name in ("tone", "code")]
     made, calls = worker.joint, itertools.count()
 
     def fails() -> JointTurns:
         joint = made()
-        of, name = (joint.stream, "run") if where == "tasklet" else (joint.memory, "starving")
-        sound = getattr(of, name)
+        sound = joint.stream.run
 
         def broken(tasklet):
             if next(calls) == 15:
                 raise MemoryError("no room for this")
             return sound(tasklet)
 
-        monkeypatch.setattr(of, name, broken)
+        monkeypatch.setattr(joint.stream, "run", broken)
         return joint
 
     monkeypatch.setattr(worker, "joint", fails)

@@ -195,9 +195,8 @@ def test_each_of_four_jobs_learns_what_peft_learns_of_it_alone(max_tokens, sizin
         jobs.check(name)
 
 
-@pytest.mark.parametrize("architecture", ["Llama", "Gemma3Text"])
-def test_two_jobs_over_other_architectures_learn_what_peft_learns_of_each(architecture):
-    jobs = Jobs(architecture, ("plain", "stabilised"))
+def test_two_jobs_over_another_architecture_learn_what_peft_learns_of_each():
+    jobs = Jobs("Gemma3Text", ("plain", "stabilised"))
     jobs.run()
     assert ["plain", "stabilised"] in map(sorted, jobs.together)
     jobs.check("plain")
@@ -259,7 +258,7 @@ def test_a_job_whose_gradient_is_no_number_fails_alone(monkeypatch):
     jobs.check("stabilised")
 
 
-@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.LOSS, Phase.BACKWARD], ids=str)
+@pytest.mark.parametrize("phase", [Phase.LOSS, Phase.BACKWARD], ids=str)
 def test_a_job_that_leaves_in_the_middle_of_a_micro_batch_leaves_the_others_as_they_are(phase):
     jobs = Jobs("Qwen2", ("plain", "queries", "stabilised"))
     jobs.run(most=30)
