@@ -45,7 +45,7 @@ def test_no_placement_sends_fewer_activations_than_the_chosen_one(base):
 
 
 def test_a_step_of_fewer_tokens_than_the_weight_is_wide_has_a_cheaper_placement_in_bytes():
-    """It sends messages for each layer and micro-batch, where the chosen one sends one a step."""
+    """The cheaper one sends messages for each layer and micro-batch, the chosen one one a step."""
     sizes = Sizes(tokens=512, rank=16, inputs=4096, outputs=4096, ranks=4)
     by_rank = AdapterPlacement(Held.RANK, Held.OUT)
     chosen = traffic(WeightCut.COLUMN, CHOSEN[WeightCut.COLUMN], sizes)
