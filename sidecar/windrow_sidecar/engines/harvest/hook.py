@@ -192,7 +192,7 @@ class HarvestHook(HarvestStep):
 
     @property
     def predicted_from(self) -> str:
-        """What that rate rests on (see `HarvestRate.basis`)."""
+        """Source of that rate (see `HarvestRate.basis`)."""
         return self._rate.basis
 
     # What the compiled step calls, seldom.

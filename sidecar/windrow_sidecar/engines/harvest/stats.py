@@ -143,7 +143,7 @@ class HarvestRate:
 
     @property
     def basis(self) -> str:
-        """What the rate rests on, the surest first; "": there is none.
+        """Source of the rate, the surest first; "": there is none.
 
         `measured`: a worker that ran here; `profiled`: one that ran in the latency profile;
         `derived`: decode's own steps, and what training costs beside them.
