@@ -5,6 +5,7 @@ Decode's memory is the same machine's, and a sidecar that is attached has no lim
 
 from __future__ import annotations
 
+import logging
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from typing import Final
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
+
+log = logging.getLogger(__name__)
 
 # Most of it is for a .json file of the largest size, which is in memory as a whole.
 MOST_BYTES: Final = 4 << 30
@@ -27,7 +30,11 @@ def bounded_memory(most_bytes: int = MOST_BYTES) -> Iterator[None]:
     """
     limit = resource.RLIMIT_DATA
     soft, hard = resource.getrlimit(limit)
-    most = _held_bytes() + most_bytes
+    if (held_bytes := _held_bytes()) is None:
+        log.warning("the system does not say how much memory is held: reading is not bounded")
+        yield
+        return
+    most = held_bytes + most_bytes
     if soft != resource.RLIM_INFINITY:
         most = min(most, soft)
     resource.setrlimit(limit, (most, hard))
@@ -44,8 +51,8 @@ def bounded_memory(most_bytes: int = MOST_BYTES) -> Iterator[None]:
         resource.setrlimit(limit, (soft, hard))
 
 
-def _held_bytes() -> int:
-    """Return the bytes that the limit counts as of now."""
+def _held_bytes() -> int | None:
+    """Return the bytes that the limit counts as of now; None: a sandbox's kernel does not say."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    line = next(line for line in status.splitlines() if line.startswith("VmData:"))
-    return int(line.split()[1]) << 10
+    lines = (line for line in status.splitlines() if line.startswith("VmData:"))
+    return next((int(line.split()[1]) << 10 for line in lines), None)
