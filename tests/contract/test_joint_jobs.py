@@ -62,21 +62,21 @@ class Kind:
 
 # Of different ranks, targets, scales, dropouts, rows, batches, rates and numbers of steps.
 KINDS = {
-    "plain": Kind({"rank": 4, "alpha": 8}),
+    "plain": Kind({"rank": 4, "alpha": 8}, recipe=Recipe(steps=3)),
     "queries": Kind(
         {"rank": 3, "alpha": 5, "targetModules": "q_proj,down_proj", "dropout": 0.3},
         small_rows(17),
-        Recipe(steps=7, batch=3, seed=5, rate=3e-3),
+        Recipe(steps=5, batch=3, seed=5, rate=3e-3),
     ),
     "stabilised": Kind(
         {"rank": 6, "alpha": 2, "useRslora": True, "layersToTransform": [1]},
         small_rows(9),
-        Recipe(steps=4, batch=8, seed=2, rate=2e-2),
+        Recipe(steps=3, batch=8, seed=2, rate=2e-2),
     ),
     "head": Kind(
         {"rank": 2, "alpha": 9, "targetModules": "v_proj,lm_head", "dropout": 0.1},
         small_rows(14),
-        Recipe(steps=5, batch=6, seed=8, most_rows=2),
+        Recipe(steps=3, batch=6, seed=8, most_rows=2),
     ),
 }
 
