@@ -15,7 +15,7 @@ from torch.nn import functional
 from windrow.errors import UserError
 from windrow_sidecar.finetune.adapter.adapters import ADAPTER, add_adapter, trainable
 from windrow_sidecar.finetune.engine.stages import StepDone
-from windrow_sidecar.finetune.tensor_parallel.adapter import check_adapter
+from windrow_sidecar.finetune.tensor_parallel.adapter import RanksApart, check_adapter
 from windrow_sidecar.finetune.tensor_parallel.cross_entropy import VocabularyCrossEntropy
 from windrow_sidecar.finetune.tensor_parallel.cuts import ShardSizes
 from windrow_sidecar.finetune.tensor_parallel.shard import sharded
@@ -147,7 +147,16 @@ def ranked(request, references):
     def work(ranks):
         made = {name: train(case, *references[name][:2], ranks) for name, case in CASES.items()}
         fresh = shard_of(references["attention"][0], CASES["attention"].adapter, None, ranks)
+        _, tuned, parts = fresh
+        entry = next(n for n in trainable(tuned) if parts.part(n).dim is None)
+        apart_by = {f"parameter/{entry}": trainable(tuned)[entry].detach() + ranks.rank}
+        try:
+            parts.assemble(apart_by)
+            said = ""
+        except RanksApart as error:
+            said = str(error)
         return made | {
+            "came apart": said,
             "cross-entropy": cross_entropy(ranks),
             "fresh": {n: p.detach() for n, p in trainable(fresh[2].whole).items()},
         }
@@ -181,6 +190,12 @@ def test_matrices_that_are_whole_on_each_rank_stay_the_same_bits(ranked, name):
     for other in others:
         assert first.keys() == other.keys()
         assert all(torch.equal(first[n], other[n]) for n in first)
+
+
+def test_matrices_of_two_ranks_that_have_come_apart_are_not_saved(ranked):
+    first, *others = (made["came apart"] for made in ranked[1])
+    assert first.startswith("ranks 0 and 1 have different values of parameter/")
+    assert not any(others)
 
 
 def test_a_rank_takes_its_own_values_back_from_a_whole_checkpoint(ranked):

@@ -30,6 +30,7 @@ from windrow.errors import UserError, WindrowError
 from windrow.protocol import Ending
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
+from windrow_sidecar.compute.host_device import out_of_memory
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.data.store import TokenFile
 from windrow_sidecar.finetune.engine.sharded_stream import Act, ShardedStream
@@ -47,6 +48,7 @@ from windrow_sidecar.finetune.tensor_parallel.adapter import check_adapter
 from windrow_sidecar.finetune.tensor_parallel.communicator import Communicator
 from windrow_sidecar.finetune.tensor_parallel.shard import read_shard
 from windrow_sidecar.finetune.tensor_parallel.sharding import Sharding
+from windrow_sidecar.finetune.training.health import Unhealthy
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +104,8 @@ def run_over_ranks(options: argparse.Namespace) -> int:
         )
     job = read_job(options.job[0], options.output)
     check_adapter(job.spec)
-    _import_ahead()
+    if not options.device.startswith("cuda"):  # a process that has asked CUDA cannot be forked
+        _import_ahead()
     meet = Path(tempfile.mkdtemp(prefix="windrow-ranks-"))
     # Every rank has it open by the same number; it has no name, so nothing of the rows stays.
     tokens = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the rows
@@ -137,7 +140,7 @@ class Leader:
 
     def __init__(self, others: list[tuple[int, Connection]], tokens: IO[bytes]) -> None:
         self._others, self.tokens = others, tokens
-        self.communicator: Communicator
+        self.communicator: Communicator | None = None
         self._status: dict[int, int] = {}
 
     def tell(self, act: Act | LoadBase | OpenJob | EndRank) -> None:
@@ -154,27 +157,52 @@ class Leader:
 
     def explain(self, error: Exception) -> Exception:
         """Return what a rank says of its end, where that is why `error` came; else `error`."""
-        if isinstance(error, WindrowError) and not isinstance(error, RankLost):
+        if isinstance(error, Unhealthy):  # of work that does not end: a rank may hold it up
+            stopped = self._stopped()
+            detail = f"{error}: rank {stopped[0]} is stopped" if stopped else str(error)
+            return Unhealthy(error.reason, detail)
+        known = isinstance(error, WindrowError) and not isinstance(error, RankLost)
+        if known or out_of_memory(error):
             return error
         deadline = time.monotonic() + _LAST_WORDS_S
         while True:
-            for rank, (process, pipe) in enumerate(self._others, 1):
-                with contextlib.suppress(EOFError, OSError):
-                    if pipe.poll():
-                        said: Exception = pipe.recv()
-                        return said
-                if (why := self._ended(process)) is not None:
-                    return RankLost(f"rank {rank} {why}")
+            if (found := self._first_cause()) is not None:
+                return found
             if not _is_of_ranks(error) or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        stopped = [n for n, (process, _) in enumerate(self._others, 1) if _is_stopped(process)]
+        stopped = self._stopped()
         return RankLost(f"rank {stopped[0]} is stopped") if stopped else error
+
+    def _first_cause(self) -> Exception | None:
+        """Return what has ended a rank; None: all live.
+
+        One that was killed makes the others fail, so it comes before what they say; a mistake in
+        the job comes before all.
+        """
+        said, ended = [], []
+        for rank, (process, pipe) in enumerate(self._others, 1):
+            with contextlib.suppress(EOFError, OSError):
+                while pipe.poll():
+                    said.append(pipe.recv())
+            if (why := self._ended(process)) is not None:
+                ended.append((self._status[process] >= 0, RankLost(f"rank {rank} {why}")))
+        mistakes = [error for error in said if isinstance(error, UserError)]
+        killed = [error for exited, error in ended if not exited]
+        exited = [error for exited, error in ended if exited]
+        return next(iter([*mistakes, *killed, *said, *exited]), None)
+
+    def _stopped(self) -> list[int]:
+        """Return the ranks that a signal has stopped."""
+        return [n for n, (process, _) in enumerate(self._others, 1) if _is_stopped(process)]
 
     def end(self) -> None:
         """End the other ranks, and wait for them."""
         with contextlib.suppress(RankLost):
             self.tell(EndRank())
+        if self.communicator is not None and self.communicator.device.type == "cpu":
+            # One that waits for this rank in a collective sees that it has gone.
+            self.communicator.close()
         for process, pipe in self._others:
             pipe.close()
             if process not in self._status:
@@ -209,6 +237,7 @@ class RankedJob(JobGroup):
     def _base(self) -> BaseModel:
         job = self._jobs[0]
         self._leader.tell(LoadBase(job))
+        assert self._leader.communicator is not None
         base, self._sharding = load_sharded(job, self._device, self._leader.communicator)
         return base
 
@@ -286,12 +315,21 @@ def _follow(
         code = 0
     except Exception as error:
         log.exception("rank %d ends", rank)
-        if isinstance(error, WindrowError):
-            with contextlib.suppress(OSError):
-                pipe.send(error)
+        if isinstance(error, UserError):
+            _say(pipe, error)
+        elif out_of_memory(error) or not _is_of_ranks(
+            error
+        ):  # else another rank, or the first one, has ended before
+            _say(pipe, RankLost(f"rank {rank}: {type(error).__name__}: {error}"))
     finally:
         logging.shutdown()
         os._exit(code)
+
+
+def _say(pipe: Connection, error: Exception) -> None:
+    """Tell the first rank of an error; it may have gone."""
+    with contextlib.suppress(OSError):
+        pipe.send(error)
 
 
 def _obey(

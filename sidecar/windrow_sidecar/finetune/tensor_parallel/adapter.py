@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from windrow.crd import FinetuneJobSpec, Ia3Spec, LoraSpec
-from windrow.errors import UserError
+from windrow.errors import UserError, WindrowError
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
 from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
 from windrow_sidecar.finetune.model.token_dropout import TokenDropout
@@ -97,6 +97,10 @@ def add_sharded_adapter(
 def base_dtype(base: nn.Module) -> torch.dtype:
     """Return the dtype of a base model's weights."""
     return next(base.parameters()).dtype
+
+
+class RanksApart(WindrowError):
+    """Ranks that make the same steps with the same gradients have come apart."""
 
 
 class AdapterParts:
@@ -189,6 +193,9 @@ class AdapterParts:
 
         Args:
             held: what this rank has, [...] each, by the names of `AdapterOptimizer.tensors`.
+
+        Raises:
+            RanksApart: two ranks that have the same part of a matrix have other numbers there.
         """
         found: dict[str, Tensor] = {}
         by_dtype: dict[torch.dtype, list[str]] = {}
@@ -259,6 +266,8 @@ class AdapterParts:
                 _cut(whole, part).add_(piece)
             elif rank == part.first:
                 _cut(whole, part).copy_(piece)
+            elif not torch.equal(_cut(whole, part), piece):
+                raise RanksApart(f"ranks {part.first} and {rank} have different values of {entry}")
         return whole
 
 
