@@ -6,7 +6,9 @@ Ranks are forked processes that meet by gloo; one start of them serves several t
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,6 +142,18 @@ def cross_entropy(ranks):
     }
 
 
+def listening():
+    """Return the addresses at which this process listens, as the kernel writes them."""
+    fds = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in fds:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
 @pytest.fixture(scope="module", params=[2, 4])
 def ranked(request, references):
     """(number of ranks, of each rank what it made of each case)."""
@@ -157,6 +171,7 @@ def ranked(request, references):
             said = str(error)
         return made | {
             "came apart": said,
+            "listens": listening(),
             "cross-entropy": cross_entropy(ranks),
             "fresh": {n: p.detach() for n, p in trainable(fresh[2].whole).items()},
         }
@@ -196,6 +211,12 @@ def test_matrices_of_two_ranks_that_have_come_apart_are_not_saved(ranked):
     first, *others = (made["came apart"] for made in ranked[1])
     assert first.startswith("ranks 0 and 1 have different values of parameter/")
     assert not any(others)
+
+
+def test_ranks_listen_on_the_loopback_alone(ranked):
+    addresses = [address for made in ranked[1] for address in made["listens"]]
+    assert addresses
+    assert set(addresses) == {"0100007F"}
 
 
 def test_a_rank_takes_its_own_values_back_from_a_whole_checkpoint(ranked):

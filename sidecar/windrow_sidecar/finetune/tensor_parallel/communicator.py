@@ -7,6 +7,7 @@ is passed on. All ranks call the same collectives in the same order; each call b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +42,9 @@ class Communicator:
     ) -> Communicator:
         """Join the group whose ranks meet in a file; return once all have come.
 
+        They are on one machine and talk over its loopback (and NVLink), so nothing of them can be
+        reached from a network; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another interface.
+
         Args:
             rendezvous: the file, in a folder that only this user may read. It need not exist, and
                 may go once this has returned.
@@ -52,6 +56,8 @@ class Communicator:
         Raises:
             RuntimeError: not all have come in that time.
         """
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=dist.FileStore(str(rendezvous), ranks),  # type: ignore[attr-defined]
