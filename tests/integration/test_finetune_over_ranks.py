@@ -20,18 +20,25 @@ def other_ranks(worker: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
-
-
-def test_a_rank_that_is_killed_ends_the_job_by_its_name_and_the_checkpoint_stays(folder):
+def killed(tmp_path_factory):
+    """Return the folder of a job whose rank 1 was killed, its exit status and its last words."""
+    folder = tmp_path_factory.mktemp("ranks")
     with started(manifest(folder, **ENDLESS), "--tp", "2", "--json") as process:
         wait_until(lambda: len(checkpoints(folder)) > 1, "two: the first is told", seconds=120)
         (other,) = other_ranks(worker_of(folder))
         os.kill(other, signal.SIGKILL)
         out, _ = process.communicate(timeout=240)
-    said = json.loads(out)
-    assert (process.returncode, said["state"]) == (1, "Failed")
+    return folder, process.returncode, json.loads(out)
+
+
+@pytest.fixture
+def folder(killed):
+    return killed[0]
+
+
+def test_a_rank_that_is_killed_ends_the_job_by_its_name_and_the_checkpoint_stays(killed):
+    _, code, said = killed
+    assert (code, said["state"]) == (1, "Failed")
     assert "rank 1 was ended by SIGKILL; the last good checkpoint is" in said["message"]
     assert said["notes"][0] == "the model is cut over 2 ranks"
 
