@@ -1,4 +1,4 @@
-"""Measure what a decode step and a forward gain in one pass over one after the other, on two cores.
+"""Measure what a decode step and a forward gain in one pass over one after the other, on a core.
 
 A model of two layers, in fp32, once of the shape of Llama-3.2-1B (a layer's weights are 243 MB, far
 more than the caches) and once of the shape of windrow-tiny (2 MB, in the caches). Decode is the
@@ -6,11 +6,13 @@ built-in engine's own step over `b` requests with 256 tokens of context each; th
 finetune engine's own packed layers with LoRA of rank 16 on every product, over one row of `n`
 tokens, keeping what its backward needs.
 
-- *in turns*: the step, then the forward, each on both cores;
+- *in turns*: the step, then the forward;
 - *in one pass*: the step rides along in the forward's products (`--finetune fused`).
 
-A round plays both forms one after the other, and the backward, which is the same in both. The last
-figure of a shape counts it: in one pass over in turns, of a step with a forward and its backward.
+A round plays both forms one after the other, and the backward, which is the same in both. The
+second figure of a shape counts it: in one pass over in turns, of a step with a forward and its
+backward. Everything runs on one thread and is measured in seconds of CPU: what else the machine
+does is not counted, but for what it takes of the memory's rate.
 
 Example: python -m benchmarks.in_engine --json /tmp/in-engine.json
 """
@@ -29,7 +31,6 @@ from transformers import LlamaConfig as TransformersConfig
 from transformers import LlamaForCausalLM
 
 from benchmarks.harness import Baseline, Result, arguments, environment, middle, write
-from benchmarks.light.trainers import two_cores
 from windrow.crd import parse_job_spec
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.engines.builtin.kv.kvcache import KvCache, SequenceKv
@@ -49,7 +50,7 @@ from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 
 BATCHES, ROWS = (1, 8, 32), (16, 64, 256)
 LAYERS, CONTEXT, PAGE, SLOTS, VOCABULARY = 2, 256, 16, 64, 512
-ROUNDS = 9
+ROUNDS = 5
 GOAL_OF_THE_SUM = 0.9
 
 
@@ -74,7 +75,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one round."""
+    """Seconds of CPU of one round."""
 
     step: float
     forward: float
@@ -154,10 +155,9 @@ class Bench:
         step = statistics.median(_once(lambda: self._step(requests)) for _ in range(3))
         at = self._begin(rows)
         forward = _once(lambda: self._forward(at))
-        backward = _once(lambda: self._backward(at))
         joined = self._begin(rows)
         one_pass = _once(lambda: self._together(joined, requests))
-        self._backward(joined)
+        backward = _once(lambda: self._backward(joined))
         return Times(step, forward, backward, one_pass)
 
     def distance(self, batch: int, rows: int) -> float:
@@ -259,17 +259,17 @@ class Bench:
 
 
 def _once(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    """Return the seconds of CPU that a call takes; of one thread, which computes all of it."""
+    began = time.thread_time()
     call()
-    return time.perf_counter() - began
+    return time.thread_time() - began
 
 
 def main() -> None:
     """Measure; print and write the figures."""
     options = arguments(__doc__).parse_args()
-    two_cores()
     env = environment()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     rounds = 2 if options.quick else ROUNDS
     results: list[Result] = []
     for shape in SHAPES:
@@ -306,7 +306,7 @@ def _figures(where: str, times: list[Times], *, has_goal: bool) -> list[Result]:
             "lower",
             goal=GOAL_OF_THE_SUM if has_goal else None,
             spread=round(spread, 3),
-            baseline=Baseline("in turns, ms", round(in_turns, 3)),
+            baseline=Baseline("in turns, ms of CPU", round(in_turns, 3)),
         ),
         Result(
             f"{where}: the same with the backward",

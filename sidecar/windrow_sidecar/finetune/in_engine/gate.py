@@ -106,6 +106,7 @@ class InEngineGate(GrantGate):
             turns, least_units=partition.levels()[0], in_parts=self._in_parts
         )
         self._can_ride, self._joined_before = False, 0
+        self._has_shared = False  # said once
         self._windowed: tuple[Grant, int, Grant] | None = None
 
     def opened(self, stack: DecoderStack) -> None:
@@ -149,6 +150,9 @@ class InEngineGate(GrantGate):
         riding = self._seat.riding
         if riding is not None and riding.joined > self._joined_before and self._running:
             self._running.grew = True  # says nothing of what such a tasklet takes alone
+            if not self._has_shared:
+                self._has_shared = True
+                log.info("a decode step has shared its products with a forward of this job")
         super().landed(tasklet)
         if self._launched % _TASKLETS_PER_COLLECTION == 0:
             gc.collect(0)

@@ -350,13 +350,13 @@ class _ThreadLogs(JobLogs):
 
 
 def _separate_logs(logs: _ThreadLogs) -> None:
-    """Keep a job's words out of the engine's log, but for what `LocalLink` says to it.
+    """Keep a job's words out of the engine's log, but for what this package says to it.
 
     They may hold what only the job's owner may read.
     """
     root = logging.getLogger()
     logs.setFormatter(RedactingFormatter(_LOG_FORMAT))
-    of_host = (__name__, LocalLink.__module__)
+    of_host = (__name__, LocalLink.__module__, InEngineGate.__module__)
     for handler in root.handlers:
         handler.addFilter(lambda record: not logs.speaks_of_a_job() or record.name in of_host)
     root.addHandler(logs)
