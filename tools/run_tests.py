@@ -60,6 +60,7 @@ SGLANG_LIES = ("tests/sglang", "tests/integration/test_adapters_in_sglang.py")
 QUANTIZED_LIES = ("tests/contract/test_training_options.py",)
 EQUALITY_LIES = (
     "tests/contract/test_finetune_equals_peft.py",
+    "tests/contract/test_joined_products.py",
     "tests/contract/test_packed_layers.py",
     "tests/integration/test_engine_model.py",
 )
