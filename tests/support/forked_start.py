@@ -2,7 +2,7 @@
 
 `programs_are_forked()` replaces `subprocess.Popen` in this process. The second and each further
 start of `python -m windrow...`, or of the command line, comes from the product's fork server
-(`windrow_sidecar.agent.fork_server`) then: a worker's imports take 9 s of CPU, a fork 30 ms.
+(`windrow_sidecar.agent.fork_server`) then: a worker's imports take seconds of CPU, a fork 30 ms.
 What comes out is a child of this process with the command line, environment, folder, descriptors
 and process group that it would have had, and runs the program from its first line (`runpy`); only
 what it imports is there. `/proc/PID/environ` alone is that of the server.
