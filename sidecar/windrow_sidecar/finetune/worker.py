@@ -18,7 +18,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from windrow.crd import slot_name
 from windrow.errors import Transient, UserError
@@ -26,14 +25,11 @@ from windrow.eventlog import EventLog
 from windrow.protocol import Ending, error_line
 from windrow.redaction import RedactingFormatter
 from windrow.rundir import ENV_COPY_RATE, ENV_LOG_DIR, ENV_POD_NAME, WORKER_LOG, RunDir
+from windrow_sidecar.finetune.colocated.job_logs import LOG_FORMAT
+from windrow_sidecar.finetune.colocated.standby import NICENESS, JobOrder
 from windrow_sidecar.heap import uncollected
 from windrow_sidecar.process_exit import run_to_exit
 
-if TYPE_CHECKING:
-    from windrow_sidecar.finetune.colocated.standby import JobOrder
-
-NICENESS = 19
-_LOG_FORMAT = "%(asctime)s %(name)s %(message)s"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -41,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker; the exit status is a `protocol.Ending`, of several jobs the worst."""
     options = _options(argv)
     to_log = logging.StreamHandler(sys.stderr)
-    to_log.setFormatter(RedactingFormatter(_LOG_FORMAT))
+    to_log.setFormatter(RedactingFormatter(LOG_FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[to_log])
     if options.standalone:
         _flush_denormals()
@@ -195,11 +191,10 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
 
         readers = Readers()  # forked: before anything starts a thread
         from windrow_sidecar.finetune.colocated.slot import open_slot
-        from windrow_sidecar.finetune.colocated.standby import JobOrder
 
     run_dir = RunDir(options.run_dir, options.slot)
     logs = JobLogs(run_dir)
-    logs.setFormatter(RedactingFormatter(_LOG_FORMAT))
+    logs.setFormatter(RedactingFormatter(LOG_FORMAT))
     logging.getLogger().handlers[:] = [logs]
     jobs = WorkerJobs(
         run_dir,

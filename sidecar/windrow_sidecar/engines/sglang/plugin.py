@@ -112,7 +112,8 @@ class Plugin:
         compat.check_names()
         compat.check_arguments(server_args)
         self.transfer_guard_ns = compat.transfer_guard_ns(self.environment, server_args)
-        if transfers.receives_by_transfer(server_args):
+        receives = transfers.receives_by_transfer(server_args)
+        if receives:
             backend = server_args.disaggregation_transfer_backend
             os.environ.update(transfers.check_library(backend, self.environment))
         self.is_confined = graphs.wanted_partition(self.environment, server_args) == "green"
@@ -129,7 +130,7 @@ class Plugin:
         self.claim = claim_slot(self.run_dir, self.environment)
         self.run_dir = self.claim.run_dir
         self._hook()
-        if transfers.receives_by_transfer(server_args):
+        if receives:
             self.range_probe = transfers.probe(server_args, os.environ)
 
     def _hook(self) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from windrow.rundir import WORKER_LOG, RunDir
 
+LOG_FORMAT = "%(asctime)s %(name)s %(message)s"
+
 
 class JobLogs(logging.Handler):
     """Writes records to the logs of their jobs. Any thread may log.

@@ -18,6 +18,9 @@ from windrow_sidecar.heap import uncollected
 
 log = logging.getLogger(__name__)
 
+# Of what finetunes, and of what reads its rows: decode comes first on every core.
+NICENESS = 19
+
 _LIBRARIES = (
     "peft",
     "transformers.models.auto.tokenization_auto",

@@ -32,10 +32,10 @@ from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.turns import Turns
 from windrow_sidecar.engines.opening import RunningHarvest
 from windrow_sidecar.finetune.colocated.agent_link import JobAgentLink
-from windrow_sidecar.finetune.colocated.job_logs import JobLogs
+from windrow_sidecar.finetune.colocated.job_logs import LOG_FORMAT, JobLogs
 from windrow_sidecar.finetune.colocated.jobs import InProcess, WorkerJobs
 from windrow_sidecar.finetune.colocated.slot import WorkerSlot, open_slot
-from windrow_sidecar.finetune.colocated.standby import JobOrder, warm_up
+from windrow_sidecar.finetune.colocated.standby import NICENESS, JobOrder, warm_up
 from windrow_sidecar.finetune.data.readers import Readers
 from windrow_sidecar.finetune.engine.orders import token_major
 from windrow_sidecar.finetune.in_engine.gate import InEngineGate
@@ -52,8 +52,6 @@ log = logging.getLogger(__name__)
 # A pod has 30 s for its end. A checkpoint of an adapter takes far less; the next start goes on from
 # the one before where a disk is slower.
 _ENDS_WITHIN_S = 15.0
-NICENESS = 19  # as `worker.NICENESS`
-_LOG_FORMAT = "%(asctime)s %(name)s %(message)s"
 
 
 def prepare(settings: EngineSettings) -> EngineHost:
@@ -355,7 +353,7 @@ def _separate_logs(logs: _ThreadLogs) -> None:
     They may hold what only the job's owner may read.
     """
     root = logging.getLogger()
-    logs.setFormatter(RedactingFormatter(_LOG_FORMAT))
+    logs.setFormatter(RedactingFormatter(LOG_FORMAT))
     of_host = (__name__, LocalLink.__module__, InEngineGate.__module__)
     for handler in root.handlers:
         handler.addFilter(lambda record: not logs.speaks_of_a_job() or record.name in of_host)

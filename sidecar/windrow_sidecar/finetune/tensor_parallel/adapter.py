@@ -178,7 +178,8 @@ class AdapterParts:
     def norm(self, names: Sequence[str], gradients: Sequence[Tensor]) -> Tensor:
         """Return the L2 norm of the whole gradient, float64 [], the same bits on every rank.
 
-        What several ranks have counts once. To be asked after `sum_gradients`.
+        What several ranks have counts once. To be asked after `sum_gradients`, with this rank's
+        gradients, [...] each as its parameter.
         """
         norms = torch._foreach_norm(list(gradients))
         squares = torch.stack([norm.double() for norm in norms]).square_()

@@ -39,7 +39,7 @@ class SharedGradients(Protocol):
         """Complete, in place, the gradients [...] of parameters that several ranks have."""
 
     def norm(self, names: Sequence[str], gradients: Sequence[Tensor]) -> Tensor:
-        """Return the norm of the whole adapter's gradient, []."""
+        """Return the norm, [], of the whole adapter's gradient, from this rank's, [...] each."""
 
 
 class AdapterOptimizer:
