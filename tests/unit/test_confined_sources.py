@@ -20,9 +20,11 @@ from pyarrow import parquet
 
 from windrow.access import NetworkAccess
 from windrow.errors import UserError, WindrowError
-from windrow_sidecar.finetune.data import network_guard, store
+from windrow_sidecar.engines.weight_files import weight_files
+from windrow_sidecar.finetune.data import held_models, network_guard, store
 from windrow_sidecar.finetune.data.confined_files import ConfinedFiles, open_beneath
-from windrow_sidecar.finetune.data.confined_models import check_links, check_model
+from windrow_sidecar.finetune.data.confined_models import check_model
+from windrow_sidecar.finetune.data.held_models import HeldModel
 from windrow_sidecar.finetune.data.network_guard import NetworkGuard, SourceRefused
 from windrow_sidecar.finetune.data.places import find_files
 from windrow_sidecar.finetune.data.reading_memory import bounded_memory
@@ -348,7 +350,7 @@ def test_a_models_folder_leads_nowhere_else(models, name):
         check_model(model, access_to(models / "mine"))
     assert refused.value.field == "spec.model.name"
     with pytest.raises(UserError):
-        check_links(model, access_to(models / "mine"))  # once more before rows are rendered
+        HeldModel(model, access_to(models / "mine"))  # once more before rows are rendered
 
 
 def test_the_model_that_decode_serves_is_read_where_decode_reads_it(models):
@@ -361,3 +363,80 @@ def test_the_model_that_decode_serves_is_read_where_decode_reads_it(models):
     with pytest.raises(UserError):
         check_model(snapshot, replace(served, serves_model=False))
     check_model(Path("team/model"), access_to(models / "mine"))  # a name of the Hub
+
+
+def swap(path, target):
+    """Replace a file or folder by a link, as who can write to the volume may at any time."""
+    path.rename(path.with_name(f"{path.name}-before"))
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_link_swapped_in_between_check_and_open_is_refused(models, what, monkeypatch):
+    mine, bank = models / "mine" / "model", models / "bank" / "model"
+    (bank / "config.json").write_text('{"secret": 4111}')
+
+    def checked(folder, access):
+        check_model(folder, access)
+        swap(*((mine / "config.json", bank / "config.json") if what == "file" else (mine, bank)))
+
+    monkeypatch.setattr(held_models, "check_model", checked)
+    with pytest.raises(UserError, match="leads by a link out") as refused:
+        HeldModel(mine, access_to(models / "mine"))
+    assert "4111" not in str(refused.value)
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_link_swapped_in_after_the_open_changes_nothing(models, what):
+    mine, bank = models / "mine" / "model", models / "bank" / "model"
+    (bank / "config.json").write_text('{"secret": 4111}')
+    held = HeldModel(mine, access_to(models / "mine"))
+    swap(*((mine / "config.json", bank / "config.json") if what == "file" else (mine, bank)))
+    assert (held.path / "config.json").read_text() == "{}"
+    held.close()
+    assert not held.path.exists()
+
+
+def test_links_of_a_hubs_cache_on_the_jobs_volume_are_followed(models):
+    cache = models / "mine" / "hub" / "models--team--tiny"
+    snapshot = cache / "snapshots" / "1"
+    for folder in (snapshot / "additional_chat_templates", cache / "blobs"):
+        folder.mkdir(parents=True)
+    for name in ("config.json", "additional_chat_templates/tool.jinja"):
+        (cache / "blobs" / Path(name).name).write_text(f'"{name}"')
+        up = "../" * (2 + name.count("/"))
+        (snapshot / name).symlink_to(f"{up}blobs/{Path(name).name}")
+        held = HeldModel(snapshot, access_to(models / "mine"))
+        assert (held.path / name).read_text() == f'"{name}"'
+        held.close()
+
+
+def test_an_error_names_the_folder_and_not_where_its_files_are_held(models):
+    model = models / "mine" / "model"
+    held = HeldModel(model, access_to(models / "mine"))
+    with pytest.raises(UserError) as told, held.named() as place:
+        raise UserError(f"{place}/config.json is wrong", remedy=f"Look at {place}.")
+    held.close()
+    assert told.value.problem == f"{model}/config.json is wrong"
+    assert told.value.remedy == f"Look at {model}."
+
+
+@pytest.mark.parametrize(
+    "name", ["{root}/bank/model/w.safetensors", "../../bank/model/w.safetensors"]
+)
+def test_an_index_of_shards_names_no_file_of_another_folder(models, name):
+    model = models / "mine" / "model"
+    (models / "bank" / "model" / "w.safetensors").write_bytes(b"card 4111")
+    index = {"weight_map": {"a": name.format(root=models)}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="which is not in its folder"):
+        weight_files(model)
+
+
+def test_a_tokenizers_configuration_names_no_file_elsewhere(models):
+    model = models / "mine" / "model"
+    config = {"fast_tokenizer_files": ["../../bank/model/tokenizer.9.json"], "model_max_length": 8}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    held = HeldModel(model, access_to(models / "mine"))
+    assert json.loads((held.path / "tokenizer_config.json").read_text()) == {"model_max_length": 8}
+    held.close()

@@ -142,11 +142,18 @@ def _weight_map(index: Path, field: str) -> dict[str, str]:
     """Return in which shard each tensor is."""
     try:
         shards: dict[str, str] = dict(json.loads(index.read_bytes())["weight_map"])
+        outside = sorted({s for s in shards.values() if s.startswith("/") or ".." in s.split("/")})
         missing = sorted(
-            {shard for shard in shards.values() if not (index.parent / shard).is_file()}
+            {s for s in shards.values() if s not in outside and not (index.parent / s).is_file()}
         )
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise unusable(f"{index} is not an index of shards", field=field) from error
+    if outside:
+        raise unusable(
+            f"{index} names {outside[0]!r}, which is not in its folder",
+            "Write names of files beside it into the index.",
+            field,
+        )
     if missing:
         more = f" and {len(missing) - 1} more of its shards" if missing[1:] else ""
         raise unusable(

@@ -7,7 +7,9 @@ import os
 import posixpath
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from torch.utils.dlpack import from_dlpack
@@ -22,8 +24,9 @@ from windrow_sidecar.finetune.colocated.job_context import JobContext
 from windrow_sidecar.finetune.colocated.joint_context import JointContext
 from windrow_sidecar.finetune.colocated.pace import Shared
 from windrow_sidecar.finetune.colocated.slot_device import SlotDevice, slot_device
-from windrow_sidecar.finetune.data.confined_models import check_model
+from windrow_sidecar.finetune.data.held_models import HeldModel
 from windrow_sidecar.finetune.data.readers import RowsWanted
+from windrow_sidecar.finetune.data.source_access import SourceAccess
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.engine.orders import Order, layer_major
 from windrow_sidecar.finetune.engine.sizing import Estimates
@@ -338,17 +341,42 @@ def open_slot(
 
     def load(job: JobSpec) -> BaseModel:
         model, access = job.spec.model, job.access
-        check_model(Path(model.name), access)  # before anything of it is read, or said
-        own_token = access.pod_credentials or access.serves_model is not False
-        model_dir = find_model(model.name, model.revision, with_token=own_token)
-        exported = _same_weights(arena, run_dir.weights_manifest(), model_dir)
-        form = WeightForm.of(job.spec, exported.dtype if exported else None)
-        if exported is not None and form != WeightForm(exported.dtype):
-            log.info("decode's weights are %s: the model is loaded a second time", exported.dtype)
-            exported = None
-        return load_base(model_dir, exported, form, device=opened.device, copy_rate=copy_rate)
+        held = held_model(model.name, model.revision, access)
+        with held.named() as model_dir:
+            exported = _same_weights(arena, run_dir.weights_manifest(), model_dir)
+            form = WeightForm.of(job.spec, exported.dtype if exported else None)
+            if exported is not None and form != WeightForm(exported.dtype):
+                log.info("decode's weights are %s: it is loaded a second time", exported.dtype)
+                exported = None
+            base = load_base(model_dir, exported, form, device=opened.device, copy_rate=copy_rate)
+        # Layers that take turns are read from its files as long as it trains.
+        weakref.finalize(base.model, held.close)
+        return replace(base, folder=str(held.folder))
 
     return WorkerSlot(epoch, arena, opened, load, gate, order)
+
+
+def held_model(name: str, revision: str, access: SourceAccess) -> HeldModel:
+    """Return the model that a job names, held where others can write to its volume.
+
+    Args:
+        name: a path, or a name of the Hub.
+        revision: on the Hub.
+        access: what the job may read.
+
+    Raises:
+        UserError, ModelSilent: see `HeldModel` and `find_model`.
+    """
+    held = HeldModel(Path(name), access)  # before anything of it is read, or said
+    try:
+        with held.named() as place:
+            own_token = access.pod_credentials or access.serves_model is not False
+            found = find_model(str(place), revision, with_token=own_token)
+    except BaseException:
+        held.close()
+        raise
+    # The Hub's cache may be on one of the job's volumes.
+    return held if held.is_held else HeldModel(found, access)
 
 
 def _base_words(job: JobSpec) -> str:

@@ -33,26 +33,26 @@ def check_model(folder: Path, access: SourceAccess) -> None:
         confined.resolve(folder)
         _check_links(folder, confined)
     except UserError as error:
-        raise _refusal(
+        raise refused(
             error.problem, error.remedy.replace("a file below", "a model below")
         ) from error
     except OSError as error:
-        raise _refusal(
+        raise refused(
             f"{folder} cannot be read ({error.strerror})",
             "Name a folder on a volume of the HarvestPolicy (spec.sidecar.volumes).",
         ) from error
 
 
-def check_links(folder: Path, access: SourceAccess) -> None:
-    """Refuse files of a model's folder that lead by a link out of the volume that it is on.
+def is_confined(folder: Path, access: SourceAccess) -> bool:
+    """Return whether a folder is on the job's volumes, where others may write.
 
-    A folder that is on none of the job's volumes is not the job's: of the Hub, or decode's own.
-
-    Raises:
-        UserError: see `check_model`.
+    One that is on none of them is not the job's: of the Hub, or decode's own.
     """
-    if access.trees and any(map(folder.is_relative_to, access.trees)):
-        check_model(folder, access)
+    if not access.trees or _is_served(folder, access):
+        return False
+    if not folder.is_absolute() and not folder.is_dir():
+        return False
+    return any(map(Path(os.path.abspath(folder)).is_relative_to, access.trees))
 
 
 def _is_served(folder: Path, access: SourceAccess) -> bool:
@@ -70,5 +70,6 @@ def _check_links(folder: Path, confined: ConfinedFiles) -> None:
                 confined.resolve(path)
 
 
-def _refusal(problem: str, remedy: str) -> UserError:
+def refused(problem: str, remedy: str) -> UserError:
+    """Return the error for a model that the job may not read."""
     return UserError(problem, field="spec.model.name", remedy=remedy, reason=Reason.MODEL_NOT_FOUND)

@@ -30,7 +30,7 @@ from typing import IO, Any, Protocol
 from windrow.crd import DatasetSpec
 from windrow.errors import WindrowError
 from windrow_sidecar.finetune.data import network_guard
-from windrow_sidecar.finetune.data.confined_models import check_links
+from windrow_sidecar.finetune.data.held_models import HeldModel
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.data.remote import NO_CREDENTIALS, Credentials
 from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
@@ -301,10 +301,11 @@ def _outcome(wanted: RowsWanted, rows: int, alive: Callable[[], None]) -> Any:  
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core is all that decode can spare
     stored = TokenFile(os.fdopen(rows, "r+b"))
     try:
-        # Those who can write to the volume may have changed it since the model was loaded.
-        check_links(Path(wanted.tokenizer), wanted.access)
+        # Those who can write to the volume may have changed it since the model was loaded. What is
+        # held is until this process ends.
+        held = HeldModel(Path(wanted.tokenizer), wanted.access)
         tokenizer = RowTokenizer(
-            read_tokenizer(wanted.tokenizer),
+            read_tokenizer(held.path),
             max_length=wanted.max_length,
             learn_all=wanted.learn_all,
             now=wanted.begun,

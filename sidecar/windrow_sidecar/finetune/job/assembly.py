@@ -182,7 +182,7 @@ def rows_wanted(job: JobSpec, base: BaseModel) -> RowsWanted:
     training = job.spec.training
     return RowsWanted(
         dataset=job.spec.dataset,
-        tokenizer=base.tokenizer.name_or_path,
+        tokenizer=base.folder or base.tokenizer.name_or_path,
         limits=ModelLimits.of(base.config, prefix=prefix_tokens(job.spec)),
         max_length=training.max_sequence_length,
         learn_all=training.loss == "all",

@@ -87,6 +87,7 @@ class BaseModel:
     frozen: FrozenLayers | None = None  # where memory does not hold all layers
     fingerprint: str = ""  # of the checkpoint's files
     notes: tuple[str, ...] = ()  # what a user has to know of them
+    folder: str = ""  # of the tokenizer, where that was read by another name
 
     @property
     def dtype(self) -> torch.dtype:
