@@ -18,8 +18,7 @@ from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.job.job_handle import JobShare
 from windrow_sidecar.finetune.job.multiplexer import JobMultiplexer, fair_start
-from windrow_sidecar.finetune.memory.boundaries import LentBoundaries, TenantBoundaries
-from windrow_sidecar.finetune.memory.lent import LentMemory
+from windrow_sidecar.finetune.memory.lent import LentBoundaries, LentMemory, TenantBoundaries
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.model.shallow_clone import shallow_clone
 from windrow_sidecar.testing.tinyjob import (

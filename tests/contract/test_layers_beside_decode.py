@@ -23,7 +23,7 @@ from windrow_sidecar.finetune.colocated.slot import open_slot
 from windrow_sidecar.finetune.engine.sizing import Estimates, most_that_fit
 from windrow_sidecar.finetune.job.gate import OpenGate
 from windrow_sidecar.finetune.job.ledger import JobState
-from windrow_sidecar.finetune.memory.allocated import Loaded, Residents
+from windrow_sidecar.finetune.memory.allocated import Residents
 from windrow_sidecar.finetune.model import loading as base_model
 from windrow_sidecar.finetune.model.loading import load_base
 from windrow_sidecar.finetune.model.precision import WeightForm
@@ -171,9 +171,8 @@ class InChunks(LentAllocations):
         self.frozen._make_slot = self._slot
         self.session = open_alone(example_job(folder, microBatchSize=1), base=base)
         self.residents = Residents(self.frozen)
-        self.memory.serve(
-            Loaded(self.session.stream, self.session.activation_budget, self.residents)
-        )
+        self.memory.residents = self.residents
+        self.memory.serve(self.session.stream, self.session.activation_budget)
 
     def _slot(self, n_bytes: int) -> torch.Tensor:
         address = self.allocator.allocate(n_bytes)

@@ -26,7 +26,7 @@ from windrow_sidecar.finetune.colocated.slot import WorkerSlot
 from windrow_sidecar.finetune.colocated.slot_device import SlotDevice
 from windrow_sidecar.finetune.job.assembly import read_job
 from windrow_sidecar.finetune.job.ledger import JobState
-from windrow_sidecar.finetune.memory.allocated import Loaded, chunks_for
+from windrow_sidecar.finetune.memory.allocated import chunks_for
 from windrow_sidecar.finetune.model.loading import find_model, load_base
 from windrow_sidecar.finetune.training.health import LOADING_AFTER_S, StallWatch
 from windrow_sidecar.memory.allocator import LentBudget
@@ -136,7 +136,7 @@ class Beside(LentAllocations):
 
     def load(self) -> HoldsMemory:
         job = HoldsMemory(self.allocator)
-        self.memory.serve(Loaded(job, Budget(self.budget)))
+        self.memory.serve(job, Budget(self.budget))
         return job
 
 

@@ -10,7 +10,7 @@ from chunk_tensors import chunk_tensor
 from support.examplejob import MODEL, example_job
 
 from windrow_sidecar._core import Arena, Geometry
-from windrow_sidecar.finetune.memory.boundaries import LentBoundaries
+from windrow_sidecar.finetune.memory.lent import LentBoundaries
 from windrow_sidecar.finetune.memory.lent_layers import LentLayers
 from windrow_sidecar.finetune.model.loading import load_base
 from windrow_sidecar.finetune.standalone.dedicated import open_alone

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.finetune.engine.suspension import BrokenOff
-from windrow_sidecar.finetune.memory.boundaries import LentBoundaries, TenantBoundaries
-from windrow_sidecar.finetune.memory.lent import LentMemory
+from windrow_sidecar.finetune.memory.lent import LentBoundaries, LentMemory, TenantBoundaries
 from windrow_sidecar.finetune.model.boundaries import Graph
 from windrow_sidecar.qos.view import Phase
 from windrow_sidecar.testing.tinyjob import (

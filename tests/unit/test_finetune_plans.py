@@ -25,7 +25,7 @@ from windrow_sidecar.finetune.engine.orders import (
     unfold,
 )
 from windrow_sidecar.finetune.engine.sizing import FRESH, LAST, SETTLED, TRIED, Estimates, Windows
-from windrow_sidecar.finetune.memory.boundaries import (
+from windrow_sidecar.finetune.memory.chunk_layout import (
     ChunkRun,
     chunks_needed,
     runs_of,

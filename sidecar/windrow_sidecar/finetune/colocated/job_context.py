@@ -17,10 +17,6 @@ from windrow_sidecar.finetune.job.assembly import (
 )
 from windrow_sidecar.finetune.job.joint_turns import why_apart
 from windrow_sidecar.finetune.job.ledger import JobState
-from windrow_sidecar.finetune.memory.allocated import AllocatedMemory, Loaded
-from windrow_sidecar.finetune.memory.boundaries import TenantBoundaries
-from windrow_sidecar.finetune.memory.lent import LentMemory
-from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.recompute.activation_budget import ActivationBudget
 from windrow_sidecar.finetune.training.health import ATTACHING, READING
@@ -49,7 +45,7 @@ class JobContext:
         job_state: JobState,
         rows: DataSplit | None = None,
     ) -> None:
-        self._shared, self.job_state = shared, job_state
+        self.job_state = job_state
         rows_of_pace = RowsOfPace(
             windows=lambda: not self.session.stream.parts.stack.windows_refused,
             micro_batch_tokens=lambda tokens: self.session.micro_batch_tokens(tokens),
@@ -59,13 +55,13 @@ class JobContext:
         self._pace = TaskletPace(shared, rows_of_pace, base.frozen)
         slot_device = shared.slot_device
         suspension = Suspension(shared.gate, job_state.stall, self._give_up)
-        self._boundaries = TenantBoundaries(shared.lent)
+        self._tenancy = shared.memory.tenancy()
         with job_state.stall.during(READING if rows is None else ATTACHING):
             self.session: TrainingSession = open_session(
                 job,
                 base,
                 TaskletRuntime(
-                    TorchBoundaries() if slot_device.memory else self._boundaries,
+                    self._tenancy.boundaries,
                     self._pace.limits,
                     sizing=self._pace.sizing,
                     windows=True,
@@ -79,18 +75,18 @@ class JobContext:
                 alive=job_state.stall.renew,
             )
         self._apart = why_apart(self.session, base)
-        self.memory = self._memory()
-        if slot_device.memory is not None:
-            sharing = slot_device.sharing
+        self.memory = self._tenancy.serve(self.session.stream, self.session.activation_budget)
+        sharing = slot_device.sharing
+        if slot_device.device.queues:  # a GPU: on a host there is one way only
             job_state.sharing = (sharing.mode, sharing.reason, sharing.code)
-        if slot_device.sharing.mode == "temporal":
-            notes = (*self.session.notes, in_time_only(slot_device.sharing))
+        if sharing.mode == "temporal":
+            notes = (*self.session.notes, in_time_only(sharing))
             self.session = replace(self.session, notes=notes)
 
     @property
     def has_turn(self) -> bool:
         """True where the slot's memory is this job's; one that has it alone always has it."""
-        return self._shared.slot_device.memory is not None or self._boundaries.is_tenant
+        return self._tenancy.is_tenant
 
     @property
     def apart(self) -> str:
@@ -116,18 +112,6 @@ class JobContext:
     def tokens_done(self) -> int:
         """Real tokens of the optimizer steps that this process has finished."""
         return self.session.stream.position.tokens_done - self.job_state.tokens_restored
-
-    def _memory(self) -> LentMemory | AllocatedMemory:
-        stream = self.session.stream
-        if (allocated := self._shared.slot_device.memory) is not None:
-            allocated.serve(Loaded(stream, self.session.activation_budget, self._shared.residents))
-            return allocated
-        return LentMemory(
-            self._shared.lent,
-            self._boundaries,
-            stream,
-            self.session.activation_budget,
-        )
 
     def _give_up(self) -> bool:
         """Return whether a layer that is held up in its middle should be given up."""

@@ -13,8 +13,6 @@ from windrow_sidecar.finetune.job.joint_turns import (
     JointWatch,
     open_joint,
 )
-from windrow_sidecar.finetune.memory.boundaries import TenantBoundaries
-from windrow_sidecar.finetune.memory.lent import LentMemory
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.recompute.activation_budget import ActivationBudget
 
@@ -37,7 +35,7 @@ class JointContext:
         self, base: BaseModel, shared: Shared, contexts: Callable[[], Sequence[JobContext]]
     ) -> None:
         self._contexts = contexts
-        self._boundaries = TenantBoundaries(shared.lent)
+        self._tenancy = shared.memory.tenancy()
         watch = JointWatch()
         rows = RowsOfPace(
             windows=lambda: not self._stream.stack.windows_refused,
@@ -47,7 +45,7 @@ class JointContext:
         )
         self._pace = TaskletPace(shared, rows)
         runtime = JointRuntime(
-            self._boundaries,
+            self._tenancy.boundaries,
             self._pace.limits,
             shared.slot_device.device,
             sizing=self._pace.sizing,
@@ -56,7 +54,7 @@ class JointContext:
         )
         self._stream, budget = open_joint(base, runtime)
         self.activation_budget: ActivationBudget = budget
-        self.memory = LentMemory(shared.lent, self._boundaries, self._stream, budget)
+        self.memory = self._tenancy.serve(self._stream, budget)
         weights = max(one.session.stream.parts.weights for one in contexts())
         self.turns = JointTurns(
             *(self._stream, self.memory, budget, shared.gate, watch),
@@ -66,7 +64,7 @@ class JointContext:
     @property
     def has_turn(self) -> bool:
         """True where the slot's memory is that of the joined jobs."""
-        return self._boundaries.is_tenant
+        return self._tenancy.is_tenant
 
     @property
     def wanted_chunks(self) -> int:

@@ -14,8 +14,7 @@ from windrow_sidecar.finetune.engine.sizing import (
     micro_batches_a_visit,
     most_that_fit,
 )
-from windrow_sidecar.finetune.memory.allocated import AllocatedMemory, Residents
-from windrow_sidecar.finetune.memory.boundaries import LentBoundaries
+from windrow_sidecar.finetune.memory.slot_memory import SlotMemory
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
 from windrow_sidecar.finetune.tasklets import MicroLimits
 from windrow_sidecar.qos.view import Grant, Phase
@@ -29,22 +28,15 @@ class Shared:
         gate: decode's grants.
         estimates: of tasklets; they are those of one base, which takes nearly all of their time.
         slot_device: what the slot's device is for this process.
-        lent: decode's chunks for boundary activations.
-        residents: layers of the base, where they take turns.
+        memory: that decode lends.
         order: of the tasklets of a job that passes its rows alone.
     """
 
     gate: GrantGate
     estimates: Estimates
     slot_device: SlotDevice
-    lent: LentBoundaries
-    residents: Residents | None
+    memory: SlotMemory
     order: Order = layer_major
-
-    @property
-    def room(self) -> LentBoundaries | AllocatedMemory:
-        """Memory that groups lie in."""
-        return self.slot_device.memory or self.lent
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +79,18 @@ class TaskletPace:
 
     def limits(self) -> MicroLimits:
         """Return as many rows as keep a layer's backward within the bound and fit what is lent."""
-        room = self._shared.room
+        memory = self._shared.memory
         tokens = self.sizing().tokens(Phase.BACKWARD)
         of_each = self._rows.micro_batch_tokens(tokens)
         together = micro_batches_a_visit(
             self._frozen, self._shared.estimates, of_each, self._rows.most
         )
-        wanted = room.chunks_for(max(of_each, self._rows.longest()), together)
+        wanted = memory.chunks_for(max(of_each, self._rows.longest()), together)
         # Never less than before: a wish that trembles would move chunks to and fro.
         self.wanted_chunks = max(wanted, self.wanted_chunks)
-        lent = self._shared.lent
-        lent.wanted_by_groups = max(lent.wanted_by_groups, self.wanted_chunks)
-        together = most_that_fit(together, of_each, room.capacity_tokens)
-        return MicroLimits(min(tokens, room.capacity_tokens(together)), together)
+        memory.groups_want(self.wanted_chunks)
+        together = most_that_fit(together, of_each, memory.capacity_tokens)
+        return MicroLimits(min(tokens, memory.capacity_tokens(together)), together)
 
     def sizing(self) -> Paced:
         """Return the sizes for the newest grant's time; one object until that changes."""

@@ -34,8 +34,9 @@ from windrow_sidecar.finetune.job.assembly import JobSpec, rows_wanted
 from windrow_sidecar.finetune.job.joint_turns import JointTurns
 from windrow_sidecar.finetune.job.ledger import JobState
 from windrow_sidecar.finetune.memory.allocated import AllocatedMemory, Residents
-from windrow_sidecar.finetune.memory.boundaries import LentBoundaries
+from windrow_sidecar.finetune.memory.lent import LentBoundaries
 from windrow_sidecar.finetune.memory.lent_layers import LentLayers
+from windrow_sidecar.finetune.memory.slot_memory import SlotMemory
 from windrow_sidecar.finetune.model.loading import (
     BaseModel,
     ExportedWeights,
@@ -87,7 +88,8 @@ class WorkerSlot:
         self._base: BaseModel | None = None
         self._base_of: JobSpec | None = None
         self._residents: Residents | None = None
-        self._lent: LentBoundaries | None = None
+        # On a GPU torch allocates from it before there is a model.
+        self._memory: SlotMemory | None = slot_device.memory
         self._contexts: list[JobContext] = []
         self._joint: JointContext | None = None
         self._tokens_of_left = 0
@@ -180,18 +182,16 @@ class WorkerSlot:
     def leave(self, context: JobContext) -> None:
         """A job has ended; what it has learned from still counts. The last one leaves no chunk."""
         self._contexts.remove(context)
-        if not self._contexts and self._lent is not None and self._slot_device.memory is None:
-            self._lent.give_all_back()
+        if not self._contexts and self._memory is not None:
+            self._memory.vacated()
         context.job_state.held_chunks = 0
         self._tokens_of_left += context.tokens_done
 
     def close(self) -> None:
         """Offer nothing any more and give all chunks back."""
         self._withdraw()
-        if self._slot_device.memory is not None:
-            self._slot_device.memory.release()
-        elif self._lent is not None:
-            self._lent.give_all_back()
+        if self._memory is not None:
+            self._memory.give_all_back()
         self._slot_device.device.wait_idle()
 
     def idle_within(self, seconds: float) -> bool:
@@ -208,9 +208,9 @@ class WorkerSlot:
 
         Attaching is no tasklet: it has no bound, and no chunk comes back in it.
         """
-        assert self._lent is not None
+        assert self._memory is not None
         self._withdraw()
-        self._lent.give_all_back()
+        self._memory.give_all_back()
         self._slot_device.partition.activate(self._slot_device.partition.levels()[0])
 
     def _withdraw(self) -> None:
@@ -227,25 +227,28 @@ class WorkerSlot:
 
     def _is_alone(self, job: JobSpec) -> bool:
         """Return whether no other job can share this one's base, or the memory."""
-        return self._slot_device.memory is not None or job.spec.model.quantization != "none"
+        assert self._memory is not None
+        return self._memory.one_job or job.spec.model.quantization != "none"
 
     def _load_base(self, job: JobSpec) -> BaseModel:
         """Return the base with modules of the job's own; as it is where nobody can share it."""
         self._base, self._base_of = self._load(job), job
-        frozen, config = self._base.frozen, self._base.config
-        layers = None
-        if frozen is not None:
-            self._residents = Residents(frozen)
-            if self._slot_device.memory is None:
-                layers = LentLayers(self._arena, frozen)
-        self._lent = LentBoundaries(
+        if self._base.frozen is not None:
+            self._residents = Residents(self._base.frozen)
+        if (allocated := self._slot_device.memory) is not None:
+            allocated.residents = self._residents
+        else:
+            self._memory = self._lent_boundaries(self._base)
+        return self._base if self._is_alone(job) else shallow_clone(self._base)
+
+    def _lent_boundaries(self, base: BaseModel) -> LentBoundaries:
+        return LentBoundaries(
             self._arena,
             self._epoch,
-            boundaries=config.num_hidden_layers,
-            bytes_per_token=config.hidden_size * self._base.dtype.itemsize,
-            layers=layers,
+            boundaries=base.config.num_hidden_layers,
+            bytes_per_token=base.config.hidden_size * base.dtype.itemsize,
+            layers=LentLayers(self._arena, base.frozen) if base.frozen is not None else None,
         )
-        return self._base if self._is_alone(job) else shallow_clone(self._base)
 
     def _context(
         self, job: JobSpec, base: BaseModel, job_state: JobState, rows: DataSplit | None = None
@@ -256,9 +259,9 @@ class WorkerSlot:
         return context
 
     def _shared(self) -> Shared:
-        assert self._lent is not None
+        assert self._memory is not None
         return Shared(
-            *(self.gate, self.estimates, self._slot_device, self._lent, self._residents),
+            *(self.gate, self.estimates, self._slot_device, self._memory),
             order=self._order,
         )
 
@@ -278,8 +281,7 @@ class WorkerSlot:
     def _offer_facts(self) -> OfferFacts:
         if not self._offers:
             return OfferFacts(job_epoch=0)
-        room = self._slot_device.memory or self._lent
-        held = room.held_chunks if room else 0
+        held = self._memory.held_chunks if self._memory else 0
         wanted = 0 if self._contexts else self._wanted_for_loading
         done = self._tokens_of_left
         joint = self._joint if self._joint is not None and self._joint.turns.jobs else None
@@ -296,8 +298,8 @@ class WorkerSlot:
             done += context.tokens_done
             if has_turn and present is None:
                 present = context
-        if self._lent and self._contexts:
-            wanted += self._lent.wanted_by_layers
+        if self._memory and self._contexts:
+            wanted += self._memory.wanted_by_layers
         if present is None:
             return OfferFacts(self._epoch, wanted, held, done)
         budget = present.activation_budget

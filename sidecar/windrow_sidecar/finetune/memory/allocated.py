@@ -1,6 +1,6 @@
 """Memory of a colocated job on a GPU: torch allocates everything from lent chunks.
 
-On the host only named tensors are in chunks (`boundaries.LentBoundaries`); here all of the job is,
+On the host only named tensors are in chunks (`lent.LentBoundaries`); here all of the job is,
 so a chunk that is asked back may hold anything. It is left in steps: first frozen layers that take
 turns, of which files have a copy, as many as need be; then what layers can compute again is
 forgotten, without a copy; then activations of the group on its way go to the host, then adapter and
@@ -19,6 +19,7 @@ from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.finetune.engine.joint_stream import JointStream
 from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.memory.training_memory import replan_if_short
+from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
 from windrow_sidecar.finetune.offload.job_state import SPILL_SHARE, JobOffload
 from windrow_sidecar.finetune.offload.schedule import LEAST_LAYERS
@@ -82,23 +83,31 @@ class Residents:
 
 
 @dataclass(slots=True)
-class Loaded:
-    """A loaded job, with what its memory asks about it."""
+class _Served:
+    """The job that memory is served to."""
 
     stream: TaskletStream | JointStream
     activation_budget: ActivationBudget
-    residents: Residents | None = None  # where layers take turns
 
 
 class AllocatedMemory:
-    """Give back chunks that decode revokes, and use new ones (see `training_memory`).
+    """Give back chunks that decode revokes, and use new ones, for one job.
+
+    The memory of a slot on a GPU, that job's part of it, and the job's memory (see `slot_memory`).
 
     Args:
         budget: of the allocator that torch uses.
         device: that computes.
         chunk_bytes: of a chunk.
         host_free_bytes: of the host's memory, for what leaves the device.
+
+    Attributes:
+        residents: frozen layers of the base, where they take turns.
     """
+
+    one_job = True  # all that torch allocates is in the chunks, whosever it is
+    is_tenant = True
+    wanted_by_layers = 0  # `chunks_for` counts them
 
     def __init__(
         self,
@@ -110,16 +119,36 @@ class AllocatedMemory:
     ) -> None:
         self._budget, self._device = budget, device
         self._chunk_bytes, self._host_free_bytes = chunk_bytes, host_free_bytes
-        self._job: Loaded | None = None
+        self.boundaries = TorchBoundaries()
+        self.residents: Residents | None = None
+        self._job: _Served | None = None
         self._job_offload: JobOffload | None = None
         self.is_starving = False  # as `starving` last found
         self._away_bytes = 0  # that adapter and moments will take when they come back
         self._buffers_away = False
 
-    def serve(self, job: Loaded) -> None:
-        """Belong to a job from now on."""
-        self._job = job
-        self._job_offload = JobOffload(job.stream, self._host_free_bytes)
+    def tenancy(self) -> AllocatedMemory:
+        """Return the only job's part: all of it."""
+        return self
+
+    def serve(
+        self, stream: TaskletStream | JointStream, activation_budget: ActivationBudget
+    ) -> AllocatedMemory:
+        """Belong to the job with that stream; its groups take `activation_budget`."""
+        self._job = _Served(stream, activation_budget)
+        self._job_offload = JobOffload(stream, self._host_free_bytes)
+        return self
+
+    def groups_want(self, chunks: int) -> None:
+        """Do nothing: layers come between two groups (see `settle`)."""
+        del chunks
+
+    def vacated(self) -> None:
+        """Do nothing: the worker ends with its job, and `give_all_back` comes then."""
+
+    def give_all_back(self) -> None:
+        """Return every chunk that is empty once the group on its way is dropped."""
+        self.release()
 
     @property
     def held_chunks(self) -> int:
@@ -139,8 +168,8 @@ class AllocatedMemory:
         assert self._job is not None
         group = self._job.activation_budget.peak_bytes(tokens * micro_batches)
         used = self._budget.used_bytes() + self._away_bytes
-        if self._job.residents is not None:
-            used += self._job.residents.wanted_bytes
+        if self.residents is not None:
+            used += self.residents.wanted_bytes
         return chunks_for(used, group, self._chunk_bytes)
 
     def settle(self) -> None:
@@ -155,10 +184,10 @@ class AllocatedMemory:
         changed = self._budget.settle() or self._budget.chunks != before
         if self._job is None:
             return
-        if self._job.residents is not None:
+        if self.residents is not None:
             # Further layers come between two groups only, and leave the next one its share.
             spare = int((1 - GROUP_SHARE) * self._budget.free_bytes())
-            self._job.residents.follow(spare if self._job.stream.between_micro_batches else 0)
+            self.residents.follow(spare if self._job.stream.between_micro_batches else 0)
         if changed:
             self._job.stream.replan()
         replan_if_short(self._job.stream, self._job.activation_budget)
@@ -166,7 +195,7 @@ class AllocatedMemory:
     def starving(self, tasklet: Tasklet) -> bool:
         """Return whether an unbegun group does not fit, or layers, or what was moved out."""
         assert self._job is not None
-        layers = self._job.residents.missing_bytes if self._job.residents else 0
+        layers = self.residents.missing_bytes if self.residents else 0
         micro, activation_budget = tasklet.micro, self._job.activation_budget
         if self._away_bytes:
             tokens = micro.padded_tokens if micro else 0
@@ -212,7 +241,7 @@ class AllocatedMemory:
         # more is moved than has to be.
         self._budget.wait_freed()
         self._budget.settle()
-        residents = self._job.residents if self._job else None
+        residents = self.residents
         shrinks = [residents.shrink] * residents.layers if residents else []
         # Workspaces of libraries first: they cost nothing but to be made again.
         steps = (
