@@ -94,7 +94,7 @@ class LentBoundaries:
         return TenantBoundaries(self)
 
     def vacated(self) -> None:
-        """The last job has ended: no chunk is held for nobody."""
+        """Give every chunk back: no job is left to use it."""
         self.give_all_back()
 
     def capacity_tokens(self, micro_batches: int = 1) -> int:
@@ -216,7 +216,7 @@ class TenantBoundaries:
 
     @property
     def boundaries(self) -> TenantBoundaries:
-        """Where the job's boundaries are."""
+        """Return what holds the job's boundaries: this."""
         return self
 
     def serve(

@@ -33,7 +33,7 @@ class Tenancy(Protocol):
 
     @property
     def boundaries(self) -> Boundaries:
-        """Where the job's boundary activations are."""
+        """Return what holds the job's boundary activations."""
 
     @property
     def is_tenant(self) -> bool:
