@@ -1,0 +1,38 @@
+"""Every line of the tables of threats names tests, and each of them exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TABLE = "| who tries | what | what stops it | test |"
+TESTS = re.compile(r"^\s*(?:async )?def (test_\w+)\(", re.MULTILINE)
+DEFINED = frozenset(
+    name for path in (ROOT / "tests").rglob("test_*.py") for name in TESTS.findall(path.read_text())
+)
+
+
+def threats() -> list[str]:
+    """Return the lines of every table of threats."""
+    page = (ROOT / "docs" / "operations" / "security.md").read_text()
+    lines: list[str] = []
+    for table in page.split(TABLE)[1:]:
+        rows = table.strip().partition("\n\n")[0].splitlines()
+        lines += rows[1:]  # the first one draws the line below the heads
+    return lines
+
+
+def test_the_page_has_its_threats() -> None:
+    """Find lines at all: the page may have changed its form."""
+    assert len(threats()) > 30
+
+
+@pytest.mark.parametrize("line", threats(), ids=lambda line: line[:60])
+def test_each_threat_names_tests_that_exist(line: str) -> None:
+    """Read the last column."""
+    named = re.findall(r"`(test_\w+)`", line.rsplit(" | ", 1)[1])
+    assert named
+    assert [name for name in named if name not in DEFINED] == []
