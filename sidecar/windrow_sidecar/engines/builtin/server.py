@@ -243,9 +243,10 @@ def _close_arena(arena: Arena) -> None:
     gc.collect()
     try:
         arena.close()
-    except LiveTensorsError:
-        # The process ends and its mappings with it; only the socket's file would stay.
-        _log.exception("the arena is still in use: it is freed with the process")
+    except LiveTensorsError as error:
+        # A job's thread that has not ended in its time still has them. The process ends and its
+        # mappings with it; only the socket's file would stay.
+        _log.warning("the arena is freed with the process: %s", error)
 
 
 def _max_context(settings: EngineSettings, config: LlamaConfig, arena: Arena) -> int:
