@@ -144,6 +144,7 @@ def test_the_end_of_the_engine_is_survived_by_a_checkpoint(engine):
     said = engine.output.read_text()
     assert "job endless STOPPED: Stopped; the engine ends" in said
     assert "Traceback" not in said
+    assert "freed with the process" not in said
     turns = re.search(r"(\d+) turns before a step, (\d+) with the step's products shared", said)
     assert int(turns[1]) >= int(turns[2]) > 0
     assert list((engine.folder / "endless").rglob("step-*"))

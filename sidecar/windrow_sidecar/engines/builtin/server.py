@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -53,6 +54,8 @@ _log = logging.getLogger(__name__)
 # How long a thread in the background may hold the interpreter while decode wants it; Python's own
 # 5 ms are a whole step.
 _SWITCH_INTERVAL_S = 0.0005
+# Threads that have been waited for may still unwind their last calls.
+_TENSORS_GONE_WITHIN_S = 2.0
 # What the number of threads is tried with: a busy moment of a conversation service.
 _USUAL_BATCH, _USUAL_CONTEXT = 8, 1024
 # Finetuning lies above engines: by name, so that an engine which does not finetune never loads it.
@@ -239,14 +242,26 @@ def _start_harvesting(
 
 
 def _close_arena(arena: Arena) -> None:
+    """Close the arena once the last tensor over it is gone, or leave it to the process's end."""
     gc.unfreeze()
+    until_s = time.monotonic() + _TENSORS_GONE_WITHIN_S
+    while (in_use := _still_in_use(arena)) is not None:
+        # A thread on its way out may have them.
+        if time.monotonic() > until_s:
+            # The process ends and its mappings with it; only the socket's file would stay.
+            _log.warning("the arena is freed with the process: %s", in_use)
+            return
+        time.sleep(0.05)
+
+
+def _still_in_use(arena: Arena) -> LiveTensorsError | None:
+    """Close the arena; return the error where tensors over it are alive."""
     gc.collect()
     try:
         arena.close()
     except LiveTensorsError as error:
-        # A job's thread that has not ended in its time still has them. The process ends and its
-        # mappings with it; only the socket's file would stay.
-        _log.warning("the arena is freed with the process: %s", error)
+        return error
+    return None
 
 
 def _max_context(settings: EngineSettings, config: LlamaConfig, arena: Arena) -> int:

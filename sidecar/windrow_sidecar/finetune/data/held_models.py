@@ -22,7 +22,7 @@ from windrow_sidecar.finetune.data.confined_files import ConfinedFiles
 from windrow_sidecar.finetune.data.confined_models import check_model, is_confined, refused
 from windrow_sidecar.finetune.data.source_access import SourceAccess
 
-# What libraries read of a model, and what an error names where there is no safetensors file.
+# Files that libraries read, and formats that an error names if no safetensors file is found.
 _READ: Final = frozenset((".json", ".safetensors", ".model", ".jinja", ".txt", ".spm", ".bin"))
 # Folders of it that count: templates beside the first one, and shards that an index names.
 _DEEPEST: Final = 2

@@ -1,9 +1,9 @@
 """Memory of colocated jobs on a host: boundary activations in lent chunks, all else their own.
 
 The table of owners is the truth: what is DRAINING goes back at the next tasklet boundary, in two
-steps. `LentBoundaries.must_leave` says whether the group on its way is in such a chunk; then the
-group is spilled: it goes on from copies in the worker's own memory, and the next one is formed for
-what is left (`LentMemory`). `LentBoundaries.settle` gives back what is empty.
+steps. `LentBoundaries.must_leave` says whether the running group uses such a chunk. `LentMemory`
+then spills the group to the worker's own memory and forms the next one for the remaining chunks.
+`LentBoundaries.settle` gives back what is empty.
 
 Jobs that share a worker share its chunks, one after the other: the tenant is the one whose turn it
 is, and what the others do (end, forget, look) leaves its activations alone.
@@ -238,7 +238,7 @@ class TenantBoundaries:
         """
         if not self.is_tenant:
             if not self._lent.is_clear:
-                raise InvariantBroken("activations of another job lie in the lent chunks")
+                raise InvariantBroken("the lent chunks hold activations of another job")
             self._lent.tenant = self
 
     def expect(self, micro_batches: int, tokens: int) -> None:
