@@ -15,11 +15,11 @@ import torch
 from torch.nn import functional
 
 from windrow.errors import UserError
+from windrow_sidecar.engines.shard_cuts import ShardSizes
 from windrow_sidecar.finetune.adapter.adapters import ADAPTER, add_adapter, trainable
 from windrow_sidecar.finetune.engine.stages import StepDone
 from windrow_sidecar.finetune.tensor_parallel.adapter import RanksApart, check_adapter
 from windrow_sidecar.finetune.tensor_parallel.cross_entropy import VocabularyCrossEntropy
-from windrow_sidecar.finetune.tensor_parallel.cuts import ShardSizes
 from windrow_sidecar.finetune.tensor_parallel.shard import sharded
 from windrow_sidecar.finetune.tensor_parallel.sharding import Sharding
 from windrow_sidecar.qos.view import Phase

@@ -39,7 +39,12 @@ def test_without_a_run_directory_it_is_an_ordinary_server(tmp_path):
 
 @pytest.mark.parametrize(
     ("argv", "field"),
-    [(["--tp-size", "2"], "--tp-size"), (["--port", "70000"], "--port")],
+    [
+        (["--tp-size", "2", "--device", "cuda"], "--device"),
+        (["--tp-size", "2", "--decode-step", "static"], "--decode-step"),
+        (["--tp-size", "2", "--profile", "quick"], "--profile"),
+        (["--port", "70000"], "--port"),
+    ],
 )
 def test_what_cannot_be_honoured_is_refused_by_its_flag(tmp_path, argv, field):
     with pytest.raises(UserError) as refused:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from windrow_sidecar.finetune.tensor_parallel.communicator import Communicator
+from windrow_sidecar.compute.communicator import Communicator
 
 Made = TypeVar("Made")
 # A collective that takes longer has lost a rank; a machine that is shared by many is slow.

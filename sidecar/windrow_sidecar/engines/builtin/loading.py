@@ -27,6 +27,7 @@ from windrow_sidecar.engines.builtin.llama.weights import (
     write_manifest,
 )
 from windrow_sidecar.engines.builtin.loop import LoopParts
+from windrow_sidecar.engines.builtin.ranks.shard import EngineShard, ShardedLlama
 from windrow_sidecar.engines.builtin.scheduler import Scheduler
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.step.decoder import Decoder
@@ -91,8 +92,11 @@ def load(
     log: EventLog | None,
     max_context: int,
     fingerprint: str,
+    shard: EngineShard | None = None,
 ) -> LoopParts:
     """Load the weights and put together what the loop drives, without a hook yet.
+
+    `config`: of the part of the model that `shard` is; None: of all of it.
 
     Raises:
         UserError: weights that cannot be read, or kernels that this machine cannot run.
@@ -102,7 +106,7 @@ def load(
     layout = plan_layout(config, dtype)
     shared = SharedWeights.create(layout.n_bytes, driver=device.driver)
     storage = from_dlpack(shared.tensor())
-    _fill(settings.model_path, settings.random_weights, layout, storage)
+    _fill(settings.model_path, settings.random_weights, layout, storage, shard)
     if storage.is_cuda:
         torch.cuda.synchronize()  # a write that is still on its way would hit a sealed page
     shared.seal()
@@ -114,9 +118,13 @@ def load(
         KvPlaces.of(arena),
         page_size=settings.page_size,
         max_tokens=max_context,
+        heads=shard.kv_heads if shard is not None else None,
     )
     pool = PagePool(arena, pages_per_chunk=cache.pages_per_chunk)
-    model = LlamaModel(config, layout, storage, cache)
+    if shard is None:
+        model = LlamaModel(config, layout, storage, cache)
+    else:
+        model = ShardedLlama(shard, layout, storage, cache)
     return LoopParts(
         scheduler=Scheduler(
             pool,
@@ -194,14 +202,24 @@ def _triton_missing(device: torch.device) -> str:
     return f"Triton cannot launch a kernel here ({why}); it needs {NEEDS}" if why else ""
 
 
-def _fill(folder: Path, seed: int | None, layout: Layout, storage: torch.Tensor) -> None:
+def _fill(
+    folder: Path,
+    seed: int | None,
+    layout: Layout,
+    storage: torch.Tensor,
+    shard: EngineShard | None,
+) -> None:
     began_s = time.monotonic()
-    if seed is None:
+    if seed is None and shard is not None:
+        load_weights(folder, layout, storage, shard.cut)
+    elif seed is None:
         load_weights(folder, layout, storage)
-        if note := unread_note(folder, field=SERVED_FIELD):
-            _log.warning("%s", note)
+    elif shard is not None:
+        fill_random(layout, storage, seed, plan_layout(shard.whole, layout.dtype), shard.cut)
     else:
         fill_random(layout, storage, seed)
+    if seed is None and (note := unread_note(folder, field=SERVED_FIELD)):
+        _log.warning("%s", note)
     _log.info("%.2f GB of weights in %.1f s", layout.n_bytes / 1e9, time.monotonic() - began_s)
 
 

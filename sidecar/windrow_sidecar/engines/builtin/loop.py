@@ -19,7 +19,8 @@ from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.builtin.kv.kvcache import KvCache
 from windrow_sidecar.engines.builtin.kv.paging import ChunkSource
 from windrow_sidecar.engines.builtin.llama.model import LlamaModel
-from windrow_sidecar.engines.builtin.scheduler import EngineRequest, Scheduler
+from windrow_sidecar.engines.builtin.ranks.group import RankLeader
+from windrow_sidecar.engines.builtin.scheduler import EngineRequest, Scheduler, finish_reason
 from windrow_sidecar.engines.builtin.step.decoder import Decoder
 from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
 from windrow_sidecar.engines.builtin.turns import Ride, Turns
@@ -62,6 +63,7 @@ class LoopParts:
     on_completed: Callable[[], None]  # a request has ended, without an error
     turns: Turns | None = None  # with a finetune thread of this process; None: there is none
     rider: GatheredDecode | None = None  # the decoder, where finetune rows may join its products
+    others: RankLeader | None = None  # ranks that compute with this one; None: there are none
 
 
 class DecodeLoop:
@@ -103,7 +105,8 @@ class DecodeLoop:
         """Admit, decide, compute, deliver. Returns the event, None when no request got a token."""
         parts, scheduler = self._parts, self._scheduler
         start_ns = self._running_since_ns or parts.clock_ns()
-        admitted = scheduler.admit() if start_ns >= self._hold_until_ns else []
+        admits = start_ns >= self._hold_until_ns
+        admitted = scheduler.admit() if admits else []
         for request in admitted:
             parts.cache.fill(request.kv, len(request.tokens) - 1)
         prefill = scheduler.next_prefill(self._prefill_tokens)
@@ -136,6 +139,8 @@ class DecodeLoop:
         hook_ns = self._hook_ns + parts.clock_ns() - asked_ns
         ride = self._wait_for_turn(decision, start_ns, [] if prefill else batch)
 
+        if parts.others is not None:
+            parts.others.tell(admits=admits)
         if prefill is not None:
             begin_ns = parts.clock_ns()
             parts.model.prefill(prefill[1], prefill[0].kv)
@@ -146,6 +151,8 @@ class DecodeLoop:
             return None
         tokens = self._finish_ride(ride, batch) if ride else parts.decoder.step(batch)
         end_ns = parts.clock_ns()
+        if parts.others is not None:
+            parts.others.chose(tokens)
         if ride:
             self._learn_joined(ride, len(batch), end_ns - start_ns)
         parts.hook.after_step(end_ns, (end_ns - start_ns) // 1000)
@@ -288,7 +295,10 @@ class DecodeLoop:
             self._parts.hook.give_up(broken)
 
     def _take_messages(self) -> None:
+        others = self._parts.others
         for message in self._channel.receive():
+            if others is not None and isinstance(message, Submit | Cancel):
+                others.hear(message)
             if isinstance(message, Submit):
                 self._scheduler.submit(message)
             elif isinstance(message, Cancel):
@@ -307,7 +317,7 @@ class DecodeLoop:
                 if not request.submit.kv_arrives:
                     self._parts.hook.after_first_token((end_ns - request.submit.arrived_ns) // 1000)
             self._outbox.token(request.id, token)
-            reason = _finish_reason(request, token)
+            reason = finish_reason(request, token)
             if reason:
                 self._finish(request, reason, end_ns)
         self._outbox.end_step()
@@ -329,9 +339,3 @@ class DecodeLoop:
                     error=error,
                 )
             )
-
-
-def _finish_reason(request: EngineRequest, token: int) -> str:
-    if token in request.submit.stop_token_ids:
-        return "stop"
-    return "length" if request.n_completed >= request.submit.max_tokens else ""

@@ -190,3 +190,10 @@ class Scheduler:
     def _drop_kv(self, request: EngineRequest) -> None:
         self._pool.release(request.kv.pages)
         request.kv = SequenceKv()
+
+
+def finish_reason(request: EngineRequest, token: int) -> str:
+    """Return why a request has ended with that token, which is its last; "": it goes on."""
+    if token in request.submit.stop_token_ids:
+        return "stop"
+    return "length" if request.n_completed >= request.submit.max_tokens else ""

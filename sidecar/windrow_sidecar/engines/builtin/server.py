@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,9 @@ from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
 from windrow_sidecar.engines.builtin.loading import dtype_of, load, make_arena
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, LoopParts
 from windrow_sidecar.engines.builtin.profiler import Bounds, Profiler, ProfileStore
+from windrow_sidecar.engines.builtin.ranks.group import RankEnded, RankLeader
+from windrow_sidecar.engines.builtin.ranks.serving import start_ranks, threads_of
+from windrow_sidecar.engines.builtin.ranks.shard import EngineShard
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
 from windrow_sidecar.engines.builtin.threads import Threads
@@ -60,6 +63,10 @@ _TENSORS_GONE_WITHIN_S = 2.0
 _USUAL_BATCH, _USUAL_CONTEXT = 8, 1024
 # Finetuning lies above engines: by name, so that an engine which does not finetune never loads it.
 _IN_ENGINE = "windrow_sidecar.finetune.in_engine.host"
+OVER_RANKS = (
+    "--tp-size: an engine over several ranks is not harvested yet. Use --tp-size 1, and an engine "
+    "for each GPU"
+)
 
 
 @dataclass(slots=True)
@@ -96,15 +103,21 @@ def serve(settings: EngineSettings, config: LlamaConfig, front: FrontProcess) ->
         finetune = importlib.import_module(_IN_ENGINE).prepare(settings)
         assert finetune is not None
         settings = replace(settings, run_dir=finetune.run_dir)
-    threads = Threads(settings.threads)
+    ranks: tuple[RankLeader, EngineShard] | None = None
+    if settings.ranks > 1:  # forks them: before there is a second thread
+        ranks = start_ranks(settings, config)
+    threads = threads_of(settings) if ranks else Threads(settings.threads)
     claim, why = _claim(settings)
     if why:
         _log.warning("harvesting is off, decode serves alone: %s", why)
+        if settings.ranks > 1:
+            _leave_refusal(settings, why)
         settings = replace(settings, run_dir=None, profile="none")
     elif claim is not None:
         settings = replace(settings, run_dir=claim.run_dir)
         # One that an engine before has left would send workers to nobody.
         claim.run_dir.in_engine_socket().unlink(missing_ok=True)
+        claim.run_dir.refusal().unlink(missing_ok=True)
         if finetune is not None:
             finetune.claimed(claim.run_dir)
     device = open_device(settings, threads)
@@ -113,12 +126,14 @@ def serve(settings: EngineSettings, config: LlamaConfig, front: FrontProcess) ->
             on_exit.callback(finetune.remove_own_files)
         if claim is not None:
             on_exit.callback(claim.close)
-        arena = make_arena(settings, config, device)
+        if ranks is not None:
+            on_exit.callback(ranks[0].end)
+        arena = make_arena(settings, ranks[1].config if ranks else config, device)
         on_exit.callback(_close_arena, arena)
         log = _open_log(settings)
         if log is not None:
             on_exit.callback(LogFlusher(log).close)
-        return _run(settings, config, device, threads, front, arena, log, signals, finetune)
+        return _run(settings, config, device, threads, front, arena, log, signals, finetune, ranks)
 
 
 def _claim(settings: EngineSettings) -> tuple[SlotClaim | None, str]:
@@ -128,6 +143,8 @@ def _claim(settings: EngineSettings) -> tuple[SlotClaim | None, str]:
     """
     if settings.run_dir is None:
         return None, ""
+    if settings.ranks > 1:
+        return None, OVER_RANKS
     root = settings.run_dir.root
     if not os.access(root, os.W_OK | os.X_OK):
         return None, f"this user cannot write to the run directory {root}"
@@ -137,6 +154,13 @@ def _claim(settings: EngineSettings) -> tuple[SlotClaim | None, str]:
         return claim_slot(settings.run_dir, os.environ), ""
     except (UserError, OSError) as error:
         return None, str(error)
+
+
+def _leave_refusal(settings: EngineSettings, why: str) -> None:
+    """Leave in the run directory why nothing is harvested, for the sidecar, where that can be."""
+    assert settings.run_dir is not None
+    with suppress(OSError):
+        settings.run_dir.refusal().write_text(json.dumps({"reason": why}), encoding="utf-8")
 
 
 def _run(
@@ -149,12 +173,18 @@ def _run(
     log: EventLog | None,
     signals: _Signals,
     finetune: InEngineFinetune | None,
+    ranks: tuple[RankLeader, EngineShard] | None,
 ) -> int:
     """Load, profile, serve. All tensors over the arena are gone when it returns."""
     max_context = _max_context(settings, config, arena)
     fingerprint = model_fingerprint(settings.model_path)
     torch.set_flush_denormal(True)  # of this process, which computes nothing else
-    parts = load(settings, config, device, arena, log, max_context, fingerprint)
+    if ranks is None:
+        parts = load(settings, config, device, arena, log, max_context, fingerprint)
+    else:
+        others, shard = ranks
+        parts = load(settings, shard.config, device, arena, log, max_context, fingerprint, shard)
+        parts = replace(parts, others=others)
     front.wait_until_up()  # its start would disturb the profile
     if device.torch_device.type == "cpu" and not threads.most:
         batch = min(_USUAL_BATCH, settings.max_running)
@@ -200,6 +230,12 @@ def _run(
     except PeerGone:
         _log.error("the HTTP front has ended: stopping")
         return 0 if signals.stopped else 1
+    except (RankEnded, RuntimeError) as error:
+        why = parts.others.why_ended() if parts.others is not None else ""
+        if not why:
+            raise
+        _log.error("%s: so does the engine (%s)", why, error)
+        return 1
     finally:
         signals.stop_loop = _ignore  # it would keep the loop alive, and with it the arena's tensors
         if finetune is not None:

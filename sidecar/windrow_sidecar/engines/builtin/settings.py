@@ -68,6 +68,7 @@ class EngineSettings:
     finetune_jobs: tuple[Path, ...] = ()  # manifests; none: the agent sends jobs
     finetune_objective_s: float | None = None  # of a token, where no agent sends a policy
     finetune_policy: str = "temporal"
+    ranks: int = 1  # over which the model is cut
 
     @classmethod
     def from_command_line(
@@ -96,7 +97,8 @@ class EngineSettings:
             reserve_tokens=given.num_reserved_decode_tokens,
             context_length=given.context_length,
             threads=given.cpu_threads,
-            profile=given.profile or ("quick" if run_dir or given.finetune_job else "none"),
+            profile=given.profile
+            or ("quick" if (run_dir or given.finetune_job) and given.tp_size == 1 else "none"),
             disaggregated=given.disaggregation_mode == "decode",
             run_dir=RunDir(Path(run_dir)) if run_dir and not given.profile_only else None,
             log_dir=Path(log_dir) if log_dir else None,
@@ -114,6 +116,7 @@ class EngineSettings:
             finetune_jobs=tuple(given.finetune_job),
             finetune_objective_s=given.finetune_objective,
             finetune_policy=given.finetune_policy,
+            ranks=given.tp_size,
         )
 
 
@@ -158,7 +161,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=30000)
     add("--disaggregation-mode", choices=["null", "decode"], default="null")
     add("--disaggregation-transfer-backend", choices=["fake"], default="fake")
-    add("--tp-size", "--tensor-parallel-size", type=int, default=1, help="only 1")
+    add(
+        "--tp-size",
+        "--tensor-parallel-size",
+        "--tp",
+        type=_positive,
+        default=1,
+        metavar="RANKS",
+        help="cut the model over so many ranks: processes that share the cores; without harvesting",
+    )
     add("--max-running-requests", type=_positive, default=64, help="default: %(default)s")
     add("--context-length", type=int, default=0, help="default: what model and arena allow")
     add("--page-size", type=_positive, default=16, help="tokens of a KV page (%(default)s)")
@@ -269,13 +280,8 @@ def _positive(text: str) -> int:
 
 
 def _check(given: argparse.Namespace) -> None:
-    if given.tp_size != 1:
-        raise UserError(
-            f"tensor parallelism over {given.tp_size} ranks is not supported",
-            field="--tp-size",
-            remedy="Use 1, and an engine on each GPU.",
-            reason="TensorParallelUnsupported",
-        )
+    if given.tp_size > 1:
+        _check_ranks(given)
     if not 0 <= given.port <= 65535:
         raise UserError(f"{given.port} is not a port", field="--port", remedy="Use 1 to 65535.")
     if not given.model_path.is_dir():
@@ -285,6 +291,28 @@ def _check(given: argparse.Namespace) -> None:
             remedy="Name the directory of a transformers checkpoint.",
             reason="ModelNotFound",
         )
+
+
+def _check_ranks(given: argparse.Namespace) -> None:
+    """Refuse what several ranks cannot do, before anything is loaded."""
+    asked = (
+        ("--device", given.device != "cpu", "ranks of the built-in engine run on cores only"),
+        ("--decode-step", given.decode_step == "static", "a static step runs on one rank only"),
+        ("--finetune", given.finetune != "process", "in-engine finetuning runs on one rank only"),
+        (
+            "--profile",
+            given.profile_only is not None or given.profile not in (None, "none"),
+            "passes of a profile run on one rank only",
+        ),
+    )
+    for field, refused, problem in asked:
+        if refused:
+            raise UserError(
+                problem,
+                field=field,
+                remedy="Leave it out, or use --tp-size 1.",
+                reason="TensorParallelUnsupported",
+            )
 
 
 def _check_finetune(given: argparse.Namespace, *, in_pod: bool) -> None:

@@ -28,6 +28,7 @@ import torch
 
 from windrow.errors import UserError, WindrowError
 from windrow.protocol import Ending
+from windrow_sidecar.compute.communicator import Communicator
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.compute.host_device import out_of_memory
@@ -45,7 +46,6 @@ from windrow_sidecar.finetune.model.precision import WeightForm
 from windrow_sidecar.finetune.standalone.dedicated import open_alone
 from windrow_sidecar.finetune.standalone.run import JobGroup
 from windrow_sidecar.finetune.tensor_parallel.adapter import check_adapter
-from windrow_sidecar.finetune.tensor_parallel.communicator import Communicator
 from windrow_sidecar.finetune.tensor_parallel.shard import read_shard
 from windrow_sidecar.finetune.tensor_parallel.sharding import Sharding
 from windrow_sidecar.finetune.training.health import Unhealthy

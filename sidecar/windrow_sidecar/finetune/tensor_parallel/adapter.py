@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from windrow.crd import FinetuneJobSpec, Ia3Spec, LoraSpec
 from windrow.errors import UserError, WindrowError
-from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
-from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
-from windrow_sidecar.finetune.model.token_dropout import TokenDropout
-from windrow_sidecar.finetune.tensor_parallel.communicator import Communicator, flat, unflat
-from windrow_sidecar.finetune.tensor_parallel.cuts import (
+from windrow_sidecar.compute.communicator import Communicator, flat, unflat
+from windrow_sidecar.engines.shard_cuts import (
     BY_COLUMNS,
     BY_WORDS,
     ShardSizes,
     TensorPart,
     refused,
 )
+from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
+from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
+from windrow_sidecar.finetune.model.token_dropout import TokenDropout
 from windrow_sidecar.finetune.tensor_parallel.shard import stand_in
 from windrow_sidecar.finetune.training.optimizer import PARAMETER, STATE, SUM
 

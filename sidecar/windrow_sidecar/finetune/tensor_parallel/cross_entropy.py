@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windrow_sidecar.finetune.tensor_parallel.communicator import Communicator
+from windrow_sidecar.compute.communicator import Communicator
 
 
 class VocabularyCrossEntropy:

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from windrow.crd import FinetuneJobSpec
+from windrow_sidecar.compute.communicator import Communicator
+from windrow_sidecar.engines.shard_cuts import ShardSizes
 from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
 from windrow_sidecar.finetune.tensor_parallel.adapter import AdapterParts, add_sharded_adapter
-from windrow_sidecar.finetune.tensor_parallel.communicator import Communicator
 from windrow_sidecar.finetune.tensor_parallel.cross_entropy import VocabularyCrossEntropy
-from windrow_sidecar.finetune.tensor_parallel.cuts import ShardSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ class KvCache:
         places: where pages lie in it.
         page_size: tokens of a page; divides the slots of a chunk.
         max_tokens: the longest context that a request may have.
+        heads: (begin, end, all): which of the model's key-value heads a rank has; None: all.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class KvCache:
         *,
         page_size: int,
         max_tokens: int,
+        heads: tuple[int, int, int] | None = None,
     ) -> None:
         self.page_size, self.max_tokens, self.places = page_size, max_tokens, places
         self.pages_per_chunk = places.slots_per_chunk // page_size
@@ -64,7 +66,7 @@ class KvCache:
         self.gathered_keys = storage.new_empty(room)
         self.gathered_values = storage.new_empty(room)
         self._shape = (-1, config.kv_heads, config.head_dim)
-        self._template = self._make_template()
+        self._template = self._make_template(config.head_dim, heads)
 
     def extend(self, kv: SequenceKv, pages: Sequence[int]) -> None:
         """Append pages to a request."""
@@ -119,7 +121,10 @@ class KvCache:
     def _row(self, page: int) -> int:
         return self.places.row(page, self.page_size)
 
-    def _make_template(self) -> torch.Tensor:
+    def _make_template(self, head_dim: int, heads: tuple[int, int, int] | None) -> torch.Tensor:
+        """Return noise, [columns, page_size, width]; a rank has its heads of the whole model's."""
         noise = torch.Generator().manual_seed(0)
-        shape = (self.places.columns, self.page_size, self.places.width)
-        return (torch.randn(shape, generator=noise) * 0.02).to(self.device, self.dtype)
+        begin, end, all_heads = heads or (0, self.places.width // head_dim, 0)
+        shape = (self.places.columns, self.page_size, (all_heads or end) * head_dim)
+        drawn = torch.randn(shape, generator=noise)[..., begin * head_dim : end * head_dim]
+        return (drawn * 0.02).to(self.device, self.dtype)

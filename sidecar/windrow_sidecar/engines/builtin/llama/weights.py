@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -70,8 +70,19 @@ def plan_layout(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> Layo
     return Layout(parameters, offset, dtype)
 
 
-def load_weights(model_dir: Path, layout: Layout, storage: torch.Tensor) -> None:
+# Returns a rank's part of a parameter [...] that has that name, as the layout has it.
+Cut = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def _whole(_name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a parameter, [...]."""
+    return tensor
+
+
+def load_weights(model_dir: Path, layout: Layout, storage: torch.Tensor, cut: Cut = _whole) -> None:
     """Read the checkpoint into `storage` (uint8 [layout.n_bytes]), converting to its dtype.
+
+    `cut`: takes what `storage` has of each parameter; default: all of it.
 
     Raises UserError for a parameter that is missing or has another shape.
     """
@@ -79,7 +90,7 @@ def load_weights(model_dir: Path, layout: Layout, storage: torch.Tensor) -> None
     for path in served_files(model_dir):
         with safe_open(path, framework="pt") as checkpoint:
             for name in missing & set(checkpoint.keys()):
-                _copy(checkpoint.get_tensor(name), name, layout, storage)
+                _copy(cut(name, checkpoint.get_tensor(name)), name, layout, storage)
                 missing.discard(name)
     if missing:
         raise UserError(
@@ -158,15 +169,32 @@ def _groups(config: LlamaConfig) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
 _STD = 0.02
 
 
-def fill_random(layout: Layout, storage: torch.Tensor, seed: int) -> None:
+def fill_random(
+    layout: Layout,
+    storage: torch.Tensor,
+    seed: int,
+    whole: Layout | None = None,
+    cut: Cut = _whole,
+) -> None:
     """Write weights drawn with `seed` into `storage` (uint8 [layout.n_bytes], on any device).
 
-    Norms are ones. The same seed gives the same bytes on the same kind of device.
+    Norms are ones. The same seed gives the same bytes on the same kind of device. A rank draws the
+    whole model's, parameter by parameter, and keeps its part.
+
+    Args:
+        layout: of `storage`.
+        storage: gets the weights.
+        seed: of the draw.
+        whole: layout of the whole model; None: `layout` is.
+        cut: takes what `storage` has of each parameter.
     """
     draw = torch.Generator(device=storage.device).manual_seed(seed)
     for name in layout.parameters:
         parameter = view(layout, storage, name)
         if "norm" in name:
             parameter.fill_(1.0)
-        else:
+        elif whole is None:
             parameter.normal_(0.0, _STD, generator=draw)
+        else:
+            drawn = parameter.new_empty(whole.parameters[name].shape)
+            parameter.copy_(cut(name, drawn.normal_(0.0, _STD, generator=draw)))

@@ -1,0 +1,69 @@
+"""Start the ranks of an engine, and be one that follows rank 0."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import torch
+
+from windrow_sidecar.compute.communicator import Communicator
+from windrow_sidecar.engines.builtin.device import open_device
+from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
+from windrow_sidecar.engines.builtin.loading import load, make_arena
+from windrow_sidecar.engines.builtin.ranks.group import RankFollower, RankLeader, fork_ranks
+from windrow_sidecar.engines.builtin.ranks.shard import EngineShard, shard_sizes
+from windrow_sidecar.engines.builtin.settings import EngineSettings
+from windrow_sidecar.engines.builtin.threads import Threads
+
+_log = logging.getLogger(__name__)
+
+
+def context_bound(settings: EngineSettings, config: LlamaConfig, tokens: int) -> int:
+    """Return the longest context of a request, where the arena holds so many tokens."""
+    return settings.context_length or min(tokens, config.max_positions)
+
+
+def start_ranks(settings: EngineSettings, config: LlamaConfig) -> tuple[RankLeader, EngineShard]:
+    """Fork the other ranks; returns rank 0's hold on them, and its part of the model.
+
+    To be called before this process has a second thread.
+
+    Raises:
+        UserError: the model cannot be cut so.
+    """
+    sizes = shard_sizes(config, settings.ranks)
+
+    def follow(pipe: Connection, ranks: Communicator) -> None:
+        shard = EngineShard(ranks.rank, sizes, config, ranks)
+        _follow(settings, shard, pipe)
+
+    leader, ranks = fork_ranks(settings.ranks, follow)
+    return leader, EngineShard(0, sizes, config, ranks)
+
+
+def threads_of(settings: EngineSettings) -> Threads:
+    """Return how many threads a rank computes with: the ranks share the cores."""
+    share = max(1, len(os.sched_getaffinity(0)) // settings.ranks)
+    return Threads(min(settings.threads or share, share))
+
+
+def _follow(settings: EngineSettings, shard: EngineShard, pipe: Connection) -> None:
+    """Load a rank's part and follow rank 0, until that has gone."""
+    settings = replace(settings, run_dir=None, log_dir=None)
+    device = open_device(settings, threads_of(settings))
+    torch.set_flush_denormal(True)
+    arena = make_arena(settings, shard.config, device)
+    tokens = arena.geometry.chunks * arena.geometry.slots_per_chunk
+    bound = context_bound(settings, shard.whole, tokens)
+    parts = load(settings, shard.config, device, arena, None, bound, "", shard)
+    _log.info("rank %d of %d is ready", shard.rank, settings.ranks)
+    RankFollower(
+        parts.scheduler,
+        lambda request: parts.cache.fill(request.kv, len(request.tokens) - 1),
+        lambda request, part: parts.model.prefill(part, request.kv),
+        lambda batch: parts.decoder.logits(batch),
+        prefill_tokens=settings.prefill_tokens,
+    ).follow(pipe)
