@@ -28,7 +28,9 @@ FLAGS = ("--arena-bytes", "768KiB", "--block-bytes", "16KiB", "--chunked-prefill
 class Server:
     """A running engine over so many ranks."""
 
-    def __init__(self, model: Path, folder: Path, ranks: int, run_dir: Path | None = None) -> None:
+    def __init__(
+        self, model: Path, folder: Path, ranks: int, *flags: str, run_dir: Path | None = None
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -41,7 +43,7 @@ class Server:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, *module, "--model-path", str(model), "--port", str(port)),
-                    *("--tp", str(ranks), "--cpu-threads", "1", *FLAGS),
+                    *("--tp", str(ranks), "--cpu-threads", "1", *FLAGS, *flags),
                 ],
                 env=environment,
                 stdout=output,
@@ -126,6 +128,21 @@ def test_a_rank_that_ends_ends_the_engine_which_names_it(model, tmp_path):
             assert server.process.wait(END_S) == 1
             assert not answer.exception() or isinstance(answer.exception(), httpx.TransportError)
         assert "rank 1 was ended by SIGKILL" in server.output.read_text()
+        assert not other.is_running()
+    finally:
+        server.kill()
+
+
+def test_a_stopped_rank_ends_the_engine_after_the_watchdogs_time(model, tmp_path):
+    server = Server(model, tmp_path, 2, "--watchdog-timeout", "1")
+    try:
+        (other,) = server.ranks()
+        other.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as asking:
+            answer = asking.submit(server.http.post, "/v1/completions", json={"prompt": "x"})
+            assert server.process.wait(END_S) == 1
+            assert not answer.exception() or isinstance(answer.exception(), httpx.TransportError)
+        assert "rank 1 is stopped by a signal" in server.output.read_text()
         assert not other.is_running()
     finally:
         server.kill()

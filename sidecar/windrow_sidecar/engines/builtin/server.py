@@ -185,6 +185,11 @@ def _run(
         others, shard = ranks
         parts = load(settings, shard.config, device, arena, log, max_context, fingerprint, shard)
         parts = replace(parts, others=others)
+        try:
+            others.wait_until_ready()
+        except RankEnded as error:
+            _log.error("%s: so does the engine", error)
+            return 1
     front.wait_until_up()  # its start would disturb the profile
     if device.torch_device.type == "cpu" and not threads.most:
         batch = min(_USUAL_BATCH, settings.max_running)

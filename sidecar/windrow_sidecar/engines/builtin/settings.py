@@ -69,6 +69,7 @@ class EngineSettings:
     finetune_objective_s: float | None = None  # of a token, where no agent sends a policy
     finetune_policy: str = "temporal"
     ranks: int = 1  # over which the model is cut
+    watchdog_s: float = 300.0  # a pass in which a rank takes longer ends the engine
 
     @classmethod
     def from_command_line(
@@ -117,6 +118,7 @@ class EngineSettings:
             finetune_objective_s=given.finetune_objective,
             finetune_policy=given.finetune_policy,
             ranks=given.tp_size,
+            watchdog_s=given.watchdog_timeout,
         )
 
 
@@ -169,6 +171,13 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         metavar="RANKS",
         help="cut the model over so many ranks: processes that share the cores; without harvesting",
+    )
+    add(
+        "--watchdog-timeout",
+        type=_positive,
+        default=300,
+        metavar="SECONDS",
+        help="with --tp-size: a rank that takes longer over a pass ends the engine (%(default)s)",
     )
     add("--max-running-requests", type=_positive, default=64, help="default: %(default)s")
     add("--context-length", type=int, default=0, help="default: what model and arena allow")

@@ -13,6 +13,8 @@ import ctypes
 import logging
 import os
 import signal
+import socket
+import struct
 import sys
 import tempfile
 import time
@@ -23,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+import psutil
 import torch
 
 from windrow.errors import WindrowError
@@ -32,16 +35,13 @@ from windrow_sidecar.engines.builtin.web.messages import Cancel, Submit
 
 _log = logging.getLogger(__name__)
 
-# A collective that waits longer fails. A rank may read its weights that long; a rank that a signal
-# has stopped holds decode up until it goes on, as a rank of SGLang's does.
-LATE_AFTER_S = 3600.0
 # A rank that has lost another one is gone within this.
 _REAPED_WITHIN_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
 class RankEnded(WindrowError):
-    """Error of an engine of which a rank has ended."""
+    """Error of an engine of which a rank has ended, or does not answer."""
 
 
 class Pass(NamedTuple):
@@ -89,12 +89,26 @@ class RankLeader:
         for rank, (_, pipe) in enumerate(self.others, 1):
             try:
                 pipe.send(told)
+            except BlockingIOError as error:  # it has read nothing for the watchdog's time
+                raise RankEnded(self.why_ended() or f"rank {rank} does not answer") from error
             except OSError as error:
                 raise RankEnded(self.why_ended() or f"rank {rank} has ended") from error
         self._tokens, self._heard = [], []
 
+    def wait_until_ready(self) -> None:
+        """Wait until every rank has read its weights, however long that takes.
+
+        Raises:
+            RankEnded: one has ended.
+        """
+        for rank, (_, pipe) in enumerate(self.others, 1):
+            try:
+                pipe.recv()
+            except (EOFError, OSError) as error:
+                raise RankEnded(self.why_ended() or f"rank {rank} has ended") from error
+
     def why_ended(self) -> str:
-        """Say which rank has ended, and how; "": all live, or are on their way to their end.
+        """Say which rank has ended or is stopped, and how; "": all live, or are about to end.
 
         One that a signal has ended makes the others fail, so it is named first.
         """
@@ -112,6 +126,8 @@ class RankLeader:
                 found.insert(0, f"rank {rank} was ended by {signal.Signals(-code).name}")
             elif process in self._status:
                 found.append(f"rank {rank} exited with {code}")
+            elif _is_stopped(process):
+                found.append(f"rank {rank} is stopped by a signal")
         return found[0] if found else ""
 
     def end(self) -> None:
@@ -127,8 +143,12 @@ class RankLeader:
         self.others = []
 
 
+# Joins the group as that rank.
+Join = Callable[[int], Communicator]
+
+
 def fork_ranks(
-    ranks: int, follow: Callable[[Connection, Communicator], None]
+    ranks: int, follow: Callable[[Connection, Communicator], None], *, late_after_s: float
 ) -> tuple[RankLeader, Communicator]:
     """Fork the ranks from 1 on; returns rank 0's hold on them, and its collectives.
 
@@ -136,41 +156,62 @@ def fork_ranks(
 
     Args:
         ranks: of the engine.
-        follow: what the others do, to their end; see `told`.
+        follow: what the others do, to their end: they send something once they have read their
+            weights, then they do what they are told.
+        late_after_s: a rank that takes longer over its part of a pass ends the engine.
     """
+
+    def join(rank: int) -> Communicator:
+        device = torch.device("cpu")
+        return Communicator.joined(meet, rank, ranks, device=device, late_after_s=late_after_s)
+
     with tempfile.TemporaryDirectory(prefix="windrow-engine-") as folder:
         meet = Path(folder) / "meet"
-        leader = RankLeader([_fork(rank, ranks, meet, follow) for rank in range(1, ranks)])
+        others = [_fork(rank, join, follow, late_after_s) for rank in range(1, ranks)]
+        leader = RankLeader(others)
         try:
-            return leader, _join(meet, 0, ranks)
+            return leader, join(0)
         except BaseException:
             leader.end()
             raise
 
 
-def _join(meet: Path, rank: int, ranks: int) -> Communicator:
-    device = torch.device("cpu")
-    return Communicator.joined(meet, rank, ranks, device=device, late_after_s=LATE_AFTER_S)
-
-
 def _fork(
-    rank: int, ranks: int, meet: Path, follow: Callable[[Connection, Communicator], None]
+    rank: int,
+    join: Join,
+    follow: Callable[[Connection, Communicator], None],
+    late_after_s: float,
 ) -> tuple[int, Connection]:
     ours, theirs = Pipe()
+    _bound_sends(ours, late_after_s)
     parent = os.getpid()
     sys.stdout.flush()
     process = os.fork()
     if not process:
         ours.close()
-        _be_rank(rank, ranks, meet, theirs, parent, follow)
+        _be_rank(rank, join, theirs, parent, follow)
     theirs.close()
     return process, ours
 
 
+def _bound_sends(pipe: Connection, seconds: float) -> None:
+    """Let what is sent fail after so long, where a rank that is stopped reads nothing."""
+    whole = int(seconds)
+    bound = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+    with socket.socket(fileno=os.dup(pipe.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
+
+
+def _is_stopped(process: int) -> bool:
+    """Return whether a signal has stopped a process."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(process).status() == psutil.STATUS_STOPPED
+    return False
+
+
 def _be_rank(
     rank: int,
-    ranks: int,
-    meet: Path,
+    join: Join,
     pipe: Connection,
     parent: int,
     follow: Callable[[Connection, Communicator], None],
@@ -182,7 +223,7 @@ def _be_rank(
             os._exit(1)
         for asked in (signal.SIGTERM, signal.SIGINT):  # rank 0 hears of it, and ends the others
             signal.signal(asked, signal.SIG_IGN)
-        follow(pipe, _join(meet, rank, ranks))
+        follow(pipe, join(rank))
         code = 0
     except Exception:  # noqa: BLE001 - the edge of the process, whatever it was
         _log.exception("rank %d ends", rank)
@@ -218,7 +259,8 @@ class RankFollower:
 
     @torch.inference_mode()
     def follow(self, pipe: Connection) -> None:
-        """Do what rank 0 tells, until it has gone."""
+        """Say that this rank is ready; then do what rank 0 tells, until it has gone."""
+        pipe.send("ready")
         while True:
             try:
                 told = pipe.recv()

@@ -40,7 +40,7 @@ def start_ranks(settings: EngineSettings, config: LlamaConfig) -> tuple[RankLead
         shard = EngineShard(ranks.rank, sizes, config, ranks)
         _follow(settings, shard, pipe)
 
-    leader, ranks = fork_ranks(settings.ranks, follow)
+    leader, ranks = fork_ranks(settings.ranks, follow, late_after_s=settings.watchdog_s)
     return leader, EngineShard(0, sizes, config, ranks)
 
 
