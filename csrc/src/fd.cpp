@@ -49,18 +49,32 @@ OwnedFd duplicate_fd(int fd) {
   return copy;
 }
 
-void require_descriptors(std::size_t more) {
+bool allow_descriptors(std::size_t more) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
+    return true;
+  }
+  const std::size_t wanted = open_descriptors(limit.rlim_cur) + more;
+  if (wanted <= limit.rlim_cur) {
+    return true;
+  }
+  // The soft limit protects programs that use select(); a process may raise its own to the hard
+  // one.
+  limit.rlim_cur = limit.rlim_max;
+  return ::setrlimit(RLIMIT_NOFILE, &limit) == 0 && wanted <= limit.rlim_max;
+}
+
+void require_descriptors(std::size_t more) {
+  if (allow_descriptors(more)) {
     return;
   }
-  const std::size_t open = open_descriptors(limit.rlim_cur);
-  if (open + more > limit.rlim_cur) {
-    throw Error("RLIMIT_NOFILE is " + std::to_string(limit.rlim_cur) + " and " +
-                std::to_string(open) + " descriptors are open, but " + std::to_string(more) +
-                " more are needed: raise it to at least " + std::to_string(open + more) +
-                " (ulimit -n)");
-  }
+  rlimit limit{};
+  ::getrlimit(RLIMIT_NOFILE, &limit);
+  const std::size_t open = open_descriptors(limit.rlim_max);
+  throw Error("the hard limit RLIMIT_NOFILE is " + std::to_string(limit.rlim_max) + " and " +
+              std::to_string(open) + " descriptors are open, but " + std::to_string(more) +
+              " more are needed: raise it to at least " + std::to_string(open + more) +
+              " (ulimit -Hn, or LimitNOFILE of the container runtime), or make larger chunks");
 }
 
 std::size_t file_bytes(int fd) {

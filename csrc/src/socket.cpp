@@ -173,6 +173,8 @@ std::optional<Request> receive_request(int socket) {
 
 Received receive_reply(int socket, std::int64_t deadline_ns) {
   wait_readable(socket, deadline_ns);
+  // What exceeds the limit is lost with the message. It may hold fewer; its count says so below.
+  static_cast<void>(allow_descriptors(kFdsPerMessage));
   Received received{};
   iovec part{&received.reply, sizeof(received.reply)};
   alignas(cmsghdr) std::array<char, kControlBytes> control{};

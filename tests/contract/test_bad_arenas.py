@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import struct
 import threading
@@ -135,18 +136,20 @@ kind, most = getattr(resource, sys.argv[1]), int(sys.argv[2])
 arena = Geometry(layers=1, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=1 << 20, chunks=32)
 if sys.argv[1] == "RLIMIT_AS":  # beyond what the process has already
     most += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
+hard = int(sys.argv[3]) if len(sys.argv) > 3 else resource.getrlimit(kind)[1]
+resource.setrlimit(kind, (most, hard))
 try:
     Arena.create(arena, reserved_chunks=0)
 except Error as error:
     print(error)
+else:
+    print("made with", *resource.getrlimit(kind))
 """
 
 
 @pytest.mark.parametrize(
     ("limit", "most", "message"),
     [
-        ("RLIMIT_NOFILE", 6, "raise it to at least"),
         ("RLIMIT_FSIZE", 65536, "raise RLIMIT_FSIZE"),
         ("RLIMIT_AS", 16 << 20, "raise RLIMIT_AS"),
     ],
@@ -154,6 +157,17 @@ except Error as error:
 def test_a_limit_of_the_process_is_named_with_what_to_do(child, limit, most, message):
     output, errors = child(CHILD_LIMITED, limit, most).communicate(timeout=60)
     assert message in output, errors
+
+
+def test_a_soft_limit_of_descriptors_is_raised_and_only_a_hard_one_refuses(child):
+    """A shell's soft limit is 1024, and an arena of one memory for each block wants thousands."""
+    raised = child(CHILD_LIMITED, "RLIMIT_NOFILE", 6, 64)
+    refused = child(CHILD_LIMITED, "RLIMIT_NOFILE", 6, 6)
+    output, errors = raised.communicate(timeout=60)
+    assert output == "made with 64 64\n", errors
+    output, errors = refused.communicate(timeout=60)
+    assert "the hard limit RLIMIT_NOFILE is 6" in output, errors
+    assert re.search(r"raise it to at least \d+ \(ulimit -Hn", output), output
 
 
 def raw_control(path: str) -> bytes:

@@ -52,6 +52,17 @@ def test_what_cannot_be_honoured_is_refused_by_its_flag(tmp_path, argv, field):
     assert refused.value.field == field
 
 
+@pytest.mark.parametrize("effort", ["roofline", "quick", "full"])
+def test_a_profile_that_nobody_reads_is_refused_with_what_to_do(tmp_path, effort):
+    with pytest.raises(UserError, match="--profile-only FILE") as refused:
+        parse(tmp_path, "--profile", effort)
+    assert refused.value.field == "--profile"
+    assert parse(tmp_path, "--profile", "none").profile == "none"
+    wanted = parse(tmp_path, "--profile", effort, "--profile-only", str(tmp_path / "profile"))
+    assert wanted.profile == effort
+    assert parse(tmp_path, "--profile", effort, **{ENV_RUN_DIR: "/run/w"}).profile == effort
+
+
 def test_a_model_directory_that_is_missing_is_refused(tmp_path):
     with pytest.raises(UserError, match="not a directory"):
         parse(tmp_path / "nowhere")

@@ -35,7 +35,11 @@ class OwnedFd {
 // A second descriptor of the file behind `fd`, which stays its owner's. Throws Error.
 [[nodiscard]] OwnedFd duplicate_fd(int fd);
 
-// Throws Error, with the limit that would do, where this process cannot open that many more.
+// Raises this process's soft limit of descriptors to the hard one where that many more exceed it.
+// Returns whether that many more can be opened now.
+[[nodiscard]] bool allow_descriptors(std::size_t more);
+
+// Allows that many more. Throws Error, with the limit that would do, where the hard one is too low.
 void require_descriptors(std::size_t more);
 
 // Bytes of the file behind a descriptor. Throws Error.

@@ -81,6 +81,7 @@ class EngineSettings:
         log_dir = environment.get(ENV_LOG_DIR)
         _check(given)
         _check_finetune(given, in_pod=bool(run_dir))
+        _check_profile(given, in_pod=bool(run_dir))
         on_gpu = given.device != "cpu"
         host_attention = _chosen(given.attention_backend, "torch")
         arena_bytes, block_bytes = _SIZES["cuda" if on_gpu else "cpu"]
@@ -202,7 +203,8 @@ def _parser() -> argparse.ArgumentParser:
         "--profile",
         choices=["none", "roofline", "quick", "full"],
         help="measure decode's latency before serving (roofline: the device's rates only, within a "
-        "second); default: quick in a decode pod, else none",
+        "second); default: quick in a decode pod, else none. Wants a run directory, "
+        "--profile-only or --finetune-job",
     )
     add("--profile-only", type=Path, metavar="FILE", help="write the profile there and end")
     add(
@@ -322,6 +324,17 @@ def _check_ranks(given: argparse.Namespace) -> None:
                 remedy="Leave it out, or use --tp-size 1.",
                 reason="TensorParallelUnsupported",
             )
+
+
+def _check_profile(given: argparse.Namespace, *, in_pod: bool) -> None:
+    """Refuse to measure a profile that nobody reads: decode alone keeps the whole device."""
+    asked = given.profile not in (None, "none")
+    if asked and not (in_pod or given.profile_only or given.finetune_job):
+        raise UserError(
+            f"a {given.profile} profile is for sharing the device, and nothing shares it here",
+            field="--profile",
+            remedy=f"Add --profile-only FILE to write it, set {ENV_RUN_DIR}, or leave it out.",
+        )
 
 
 def _check_finetune(given: argparse.Namespace, *, in_pod: bool) -> None:
