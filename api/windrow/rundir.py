@@ -34,6 +34,8 @@ ENV_METRICS_PORT = "WINDROW_METRICS_PORT"  # S: port of the agent's Prometheus e
 ENV_SHARING = "WINDROW_SHARING"
 # D, optional: seconds that decode's start waits for the MPS daemon at most (2)
 ENV_MPS_WAIT = "WINDROW_MPS_WAIT_SECONDS"
+# S, taken over from D, optional: workers' priority as MPS clients: auto (default), normal or below
+ENV_MPS_PRIORITY = "WINDROW_MPS_PRIORITY"
 ENV_MPS = "WINDROW_MPS"  # S, of operators before WINDROW_SHARING: off for temporal
 # S: how its container sees GPUs, where that may be more than decode's: env, or mps of the node
 ENV_GPU_ACCESS = "WINDROW_GPU_ACCESS"

@@ -461,7 +461,7 @@ def _sidecar(
     env.append({"name": rundir.ENV_SHARING, "value": sharing})
     if sharing == "temporal":  # for an agent that is older than this operator
         env.append({"name": rundir.ENV_MPS, "value": "off"})
-    taken_over = (rundir.ENV_LOG_DIR, rundir.ENV_COPY_RATE)
+    taken_over = (rundir.ENV_LOG_DIR, rundir.ENV_COPY_RATE, rundir.ENV_MPS_PRIORITY)
     env += [entry for entry in decoder.get("env") or () if entry["name"] in taken_over]
     gpu = choose_access(as_one(decoders_of(pod)), asked, sharing)
     env += gpu.env

@@ -35,6 +35,7 @@ from windrow_sidecar.agent.worker_process import (
 from windrow_sidecar.agent.worker_supervisor import WorkerSupervisor
 from windrow_sidecar.compute.mps import CONTROL, MpsDaemon
 from windrow_sidecar.compute.mps_joining import DaemonNote
+from windrow_sidecar.compute.mps_priority import CLIENT_PRIORITY
 from windrow_sidecar.compute.sharing import choose_sharing, probe
 from windrow_sidecar.compute.survey import Survey, survey
 from windrow_sidecar.compute.utilization import visible_device
@@ -225,6 +226,39 @@ async def test_the_daemon_of_a_decode_that_is_gone_quits_with_the_agent(pod):
     pod.put_clients()
     await sharing.close()
     daemon._process.wait(20)
+
+
+@pytest.mark.parametrize(
+    ("choice", "percent", "priority"),
+    [("auto", 100, "1"), ("auto", 50, "0"), ("normal", 100, "0"), ("below", 50, "1")],
+)
+async def test_a_worker_that_may_run_on_every_sm_is_a_client_below_decode(
+    cuda_standin, pod, monkeypatch, choice, percent, priority
+):
+    monkeypatch.setenv(CLIENT_PRIORITY, "0")  # the container's own is decode's
+    daemon = pod.decode_starts()
+    assert CLIENT_PRIORITY not in daemon.environment, "decode's process keeps its own"
+    settings = AgentSettings(pod.run_dir, mps_priority=choice, standby=False)
+    sharing = await pod.share(GPU)
+    slot = AgentSlot(0, settings, EventOutbox(), on_facts=lambda: None, gpus=sharing)
+    hello = agent_pb2.EngineHello(driver="cuda", sharing="spatial")
+    await slot.engine_attached(hello, OutgoingQueue[agent_pb2.EngineCommand]())
+    slot.set_policy(agent_pb2.EnginePolicy(mode="harvest", max_compute_percent=percent))
+    if slot._showing is not None:
+        await slot._showing
+    shown = worker_environment(settings, slot._standby.devices)
+    assert (shown[CLIENT_PRIORITY], shown[PIPE]) == (priority, daemon.environment[PIPE])
+    hello = agent_pb2.EngineHello(driver="cuda", sharing="temporal")
+    await slot.engine_attached(hello, OutgoingQueue[agent_pb2.EngineCommand]())
+    assert dict(slot._standby.devices.mps) == {}, "in turn there is nobody to be below"
+    await slot.close()
+
+
+def test_a_priority_that_is_none_is_refused_by_its_variable():
+    with pytest.raises(UserError, match="auto, normal or below") as refused:
+        parse_settings([], {"WINDROW_MPS_PRIORITY": "-1"})
+    assert refused.value.field == "WINDROW_MPS_PRIORITY"
+    assert parse_settings([], {"WINDROW_MPS_PRIORITY": "below"}).mps_priority == "below"
 
 
 async def test_an_engine_that_is_no_client_has_workers_run_in_turn(cuda_standin, pod):

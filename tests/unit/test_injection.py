@@ -341,7 +341,12 @@ def test_shared_memory_and_the_served_model_are_mounted_and_nothing_else_of_deco
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("WINDROW_LOG_DIR", "/logs"), ("WINDROW_COPY_RATE", "2Gi")]
+    ("name", "value"),
+    [
+        ("WINDROW_LOG_DIR", "/logs"),
+        ("WINDROW_COPY_RATE", "2Gi"),
+        ("WINDROW_MPS_PRIORITY", "normal"),
+    ],
 )
 def test_what_decode_says_of_logs_and_rates_is_the_sidecars_too(name, value, sidecar_of):
     said = {"name": name, "value": value}

@@ -16,6 +16,7 @@ from windrow.rundir import (
     ENV_MAX_JOBS,
     ENV_METRICS_PORT,
     ENV_MPS,
+    ENV_MPS_PRIORITY,
     ENV_NODE_NAME,
     ENV_OPERATOR_ADDRESS,
     ENV_OPERATOR_CA,
@@ -30,6 +31,7 @@ from windrow.rundir import (
     RunDir,
 )
 from windrow_sidecar.agent.settings import AgentSettings
+from windrow_sidecar.compute.mps_priority import checked
 
 _EXAMPLE = """\
 example:
@@ -72,6 +74,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
         copy_rate=_copy_rate(args.copy_rate),
         gpu_access=args.gpu_access,
         sharing=_sharing(args.sharing),
+        mps_priority=checked(args.mps_priority),
         output_trees=tuple(tree for tree in args.output_trees.split(":") if tree),
         standby=args.standby,
         grace_s=args.grace_seconds,
@@ -171,6 +174,13 @@ class _Flags:
             "of the GPU; auto, spatial: in space, under the MPS daemon that decode's start has "
             "brought up; temporal: in turn",
             older,
+        )
+        self._add(
+            "--mps-priority",
+            ENV_MPS_PRIORITY,
+            "of workers as clients of MPS; normal; below: below decode's; auto: below where the "
+            "policy lets them run on every SM",
+            AgentSettings.mps_priority,
         )
         self.parser.add_argument(
             "--standby",

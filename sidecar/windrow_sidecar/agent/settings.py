@@ -42,6 +42,7 @@ class AgentSettings:
     copy_rate: int | None = None  # bytes a second that frozen layers may move; None: no limit
     gpu_access: str = ""  # how its container sees GPUs, where they may be more than decode's
     sharing: str = "auto"  # of the GPU, as the policy says: auto, spatial or temporal
+    mps_priority: str = "auto"  # of workers: auto, normal or below
     output_trees: tuple[str, ...] = ()  # that jobs may write besides the policy's volumes
     standby: bool = True  # have a worker wait ahead of its job, with everything loaded
     grace_s: float = 25.0  # for the worker's last checkpoint; pods have 30 s by default

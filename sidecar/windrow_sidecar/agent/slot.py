@@ -19,6 +19,7 @@ from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot_jobs import SlotJobs
 from windrow_sidecar.agent.switches import Off
 from windrow_sidecar.agent.worker_process import EndGpuWork, Standby, WorkerDevices
+from windrow_sidecar.compute.mps_priority import client_priority
 from windrow_sidecar.compute.sharing import Sharing
 from windrow_sidecar.compute.survey import Survey
 from windrow_sidecar.compute.utilization import (
@@ -107,6 +108,7 @@ class AgentSlot:
             end_gpu_work=end_gpu_work,
         )
         self._preparing: asyncio.Task[None] | None = None
+        self._showing: asyncio.Task[None] | None = None
 
     # The engine
 
@@ -138,10 +140,17 @@ class AgentSlot:
             return WorkerDevices(cores=tuple(hello.cores))
         several = bool(self._settings.gpu_access) or len(self._gpus.found.uuids or ()) > 1
         known = several and hello.device_uuid
+        # Shares of SMs that only workers have are worth nothing.
+        joins = hello.sharing == "spatial"
+        mps = dict(self._gpus.worker_environment) if joins else {}
+        shared = self._gpus.sharing
+        if joins and shared is not None and shared.mode == "spatial":
+            mps |= client_priority(
+                self._settings.mps_priority, on_every_sm=self.policy.max_compute_percent >= 100
+            )
         return WorkerDevices(
             gpu=visible_device(hello.device_uuid, hello.device) if known else "",
-            # Shares of SMs that only workers have are worth nothing.
-            mps=tuple(self._gpus.worker_environment.items()) if hello.sharing == "spatial" else (),
+            mps=tuple(mps.items()),
         )
 
     def engine_reported(self, stats: agent_pb2.EngineStats) -> None:
@@ -173,6 +182,11 @@ class AgentSlot:
     def set_policy(self, policy: agent_pb2.EnginePolicy) -> None:
         """Hand the engine a policy now, and whenever it calls again."""
         self.policy = policy
+        if (
+            self.hello is not None
+            and (devices := self._devices(self.hello)) != self._standby.devices
+        ):
+            self._showing = asyncio.create_task(self._standby.show(devices))
         self._tell_policy()
 
     def switch(self, off: Off) -> None:

@@ -121,7 +121,8 @@ class WorkerDevices:
         gpu: the only GPU that they see, as CUDA_VISIBLE_DEVICES names it; "": all that this
             process sees.
         cores: of the machine, that are the slot's device; none: all that this process has.
-        mps: variables that make them clients of the pod's MPS daemon; none: they share in time.
+        mps: variables that make them clients of the pod's MPS daemon, and their priority there;
+            none: they share in time.
     """
 
     gpu: str = ""

@@ -27,7 +27,11 @@ from windrow_sidecar.compute.mps_joining import pid_namespace
 CONTROL = "nvidia-cuda-mps-control"
 # Not for the daemon. It would renumber the devices that it leaves to its clients, who then look in
 # vain for the numbers that their own variable names. And shares of SMs want the whole of them.
-_CLIENTS_OWN = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+_CLIENTS_OWN = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    "CUDA_MPS_CLIENT_PRIORITY",
+)
 # The daemon answers from memory; so long only when the machine is at its limits.
 ANSWERS_WITHIN = timedelta(seconds=10)
 _ASK_AGAIN_S = 0.05
