@@ -31,7 +31,7 @@ std::optional<std::int64_t> kernel_entries(Function run) {
   if (!WIFSTOPPED(status)) {
     return std::nullopt;
   }
-  std::int64_t entries = -1;  // the stop that we were told of just now
+  std::int64_t entries = -1;  // the stop that was reported just now
   for (; WIFSTOPPED(status); ++entries) {
     ::ptrace(PTRACE_SYSCALL, child, nullptr, nullptr);
     ::waitpid(child, &status, 0);

@@ -39,7 +39,7 @@ void bind_allocator(nb::module_& module);
 // A uint8 tensor over part of a mapping, on the device that the memory is of, with `__dlpack__`;
 // torch.from_dlpack takes it without a copy. The mapping lives until the tensor is gone. The DLPack
 // read-only flag is not set, for torch refuses tensors that carry it: where the mapping is
-// read-only, the kernel ends whoever writes.
+// read-only, the kernel ends a process that writes.
 [[nodiscard]] nb::object make_tensor(std::shared_ptr<LeasedMapping> mapping, std::int64_t offset,
                                      std::int64_t bytes);
 

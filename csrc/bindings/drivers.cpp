@@ -39,7 +39,7 @@ nb::dict facts_of(const Driver& driver) {
 
 void bind_faulty(nb::module_& module) {
   nb::class_<FaultyDriver, Driver>(module, "FaultyDriver",
-                                   "A driver whose calls go wrong as they are told, for tests.")
+                                   "A driver whose calls fail as a plan says, for tests.")
       .def(
           "__init__",
           [](FaultyDriver* self, nb::object inner) { new (self) FaultyDriver(driver_from(inner)); },

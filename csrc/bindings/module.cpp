@@ -44,8 +44,8 @@ nb::tuple layout() {
 
 NB_MODULE(_core, module) {
   using windrow::ChunkState;
-  // What threads still hold when a process ends, the page above all, would be told as leaks at the
-  // end of each of its logs.
+  // What threads still hold when a process ends, the page above all, would be reported as leaks at
+  // the end of each of its logs.
   nb::set_leak_warnings(false);
   module.doc() = "Windrow's native core: the arena and its chunk table, and the shared page.";
   module.attr("LAYOUT_VERSION") = windrow::kLayoutVersion;

@@ -12,7 +12,7 @@ namespace {
 
 Partition::Side side_of(const std::string& side) {
   if (side != "decode" && side != "finetune") {
-    throw std::invalid_argument("there is no side '" + side + "': use decode or finetune");
+    throw std::invalid_argument("'" + side + "' is not a side: use decode or finetune");
   }
   return side == "decode" ? Partition::Side::kDecode : Partition::Side::kFinetune;
 }

@@ -27,14 +27,14 @@ std::int64_t integer_of(const nb::tuple& record, std::size_t field) {
   const std::int64_t value = PyLong_AsLongLong(PyTuple_GET_ITEM(record.ptr(), field));
   if (value == -1 && PyErr_Occurred() != nullptr) {
     PyErr_Clear();
-    throw nb::type_error((std::string(Record::kNames[field]) + " is no 64-bit integer").c_str());
+    throw nb::type_error((std::string(Record::kNames[field]) + " is not a 64-bit integer").c_str());
   }
   return value;
 }
 
 inline Estimates estimates_of(nb::handle values) {
   if (!nb::isinstance<nb::tuple>(values)) {
-    throw nb::type_error("estimates_us is no tuple");
+    throw nb::type_error("estimates_us is not a tuple");
   }
   const auto tuple = nb::borrow<nb::tuple>(values);
   const std::size_t count = nb::len(tuple);

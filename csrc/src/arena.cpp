@@ -84,7 +84,7 @@ std::unique_ptr<Arena> Arena::attach(Driver& driver, const std::string& socket_p
     if (is_cuda(name) && is_cuda(driver.name())) {
       return driver;
     }
-    throw AttachError("the arena's blocks lie on the " + name + " driver; attach with that one");
+    throw AttachError("the arena's blocks are on the " + name + " driver; attach with that one");
   };
   return attach(only, socket_path, deadline_ns);
 }

@@ -149,7 +149,8 @@ KvView Blocks::kv_view(std::int64_t layer, bool value) const {
 }
 
 Backing Blocks::backing(std::int64_t chunk, std::int64_t block) const {
-  // One memory lies as decode maps it: by layer, or else by chunk. Several are in chunks' order.
+  // One memory is laid out as decode maps it: by layer, or else by chunk. Several are in chunks'
+  // order.
   const bool by_layer = memories_.size() == 1 && geometry_.layout == KvLayout::kPerLayer;
   const std::int64_t at = by_layer
                               ? (block * geometry_.chunks + chunk) * geometry_.block_bytes

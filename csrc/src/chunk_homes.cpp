@@ -18,9 +18,10 @@ PiecesOfChunks::PiecesOfChunks(std::shared_ptr<const ChunkMemory> chunks)
     : chunks_(std::move(chunks)),
       per_chunk_(static_cast<std::int64_t>(memory_bytes(*chunks_) / kPoolBlockBytes)) {
   if (memory_bytes(*chunks_) % kPoolBlockBytes != 0) {
-    throw GeometryError("a chunk of " + std::to_string(memory_bytes(*chunks_)) +
-                        " bytes is no multiple of the 2 MiB that tensors take; choose block_bytes "
-                        "so that 2 * layers * block_bytes is one");
+    throw GeometryError(
+        "a chunk of " + std::to_string(memory_bytes(*chunks_)) +
+        " bytes is not a multiple of the 2 MiB that tensors take; choose block_bytes "
+        "so that 2 * layers * block_bytes is one");
   }
 }
 

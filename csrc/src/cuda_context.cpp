@@ -10,8 +10,8 @@ CudaContext::CudaContext(std::shared_ptr<const Libcuda> library, int ordinal)
   int devices = 0;
   check(calls().cuDeviceGetCount(&devices), "counting the GPUs");
   if (ordinal < 0 || ordinal >= devices) {
-    throw DriverUnavailable("there is no GPU " + std::to_string(ordinal) + ": this process sees " +
-                            std::to_string(devices) +
+    throw DriverUnavailable("GPU " + std::to_string(ordinal) +
+                            " does not exist: this process sees " + std::to_string(devices) +
                             "; look at CUDA_VISIBLE_DEVICES and the container's nvidia.com/gpu");
   }
   check(calls().cuDeviceGet(&device_, ordinal), "opening GPU " + std::to_string(ordinal));

@@ -50,7 +50,7 @@ class CudaEvent final : public Event {
 
  private:
   explicit CudaEvent(std::shared_ptr<const CudaContext> context) : context_(std::move(context)) {
-    // Whoever waits for it sleeps: a spinning worker would take a core from decode.
+    // A thread that waits for it sleeps: a spinning worker would take a core from decode.
     context_->check(context_->calls().cuEventCreate(
                         &event_, cuda::kEventDisableTiming | cuda::kEventBlockingSync),
                     "creating an event");

@@ -138,7 +138,7 @@ void CudaReservation::unmap(std::size_t offset, std::size_t bytes) {
 MemorySpace CudaReservation::space() const {
   const CudaContext::Current current(*context_);
   if (mappings_.empty()) {
-    throw Error("nothing is mapped, so nobody can say who could read it");
+    throw Error("nothing is mapped, so it is not known who could read it");
   }
   unsigned type = 0;
   context_->check(context_->calls().cuPointerGetAttribute(&type, cuda::kPointerMemoryType,

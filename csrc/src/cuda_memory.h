@@ -84,7 +84,7 @@ class CudaReservation final : public Reservation {
                                             Access access);
   void set_access(std::size_t offset, std::size_t granules, Access access);
   void tell_writable(std::size_t granules, cuda::Result refusal) const;
-  // Unmapping waits for nothing by itself, and memory that a copy still reads would be a fault.
+  // Unmapping does not wait for anything, and memory that a copy still reads would be a fault.
   void finish_copies() const;
   void wait_for_work() const;
 

@@ -196,7 +196,7 @@ void DeviceAllocator::check() const {
     reserved += signed_bytes(segment.alias->blocks.size() * memory_->block_bytes());
     for (const BlockId block : segment.alias->blocks) {
       if (!used.insert(block).second) {
-        throw Error("the allocator is broken: a block lies in two segments");
+        throw Error("the allocator is broken: a block is in two segments");
       }
     }
   }
@@ -311,7 +311,7 @@ std::unique_ptr<Alias> DeviceAllocator::find_alias(std::size_t blocks, StreamId 
   }
 }
 
-// nullptr where the device does not give one; the epoch tells then.
+// nullptr where the device does not give one; then the epoch decides.
 std::shared_ptr<const Event> DeviceAllocator::try_record(StreamId stream) noexcept {
   try {
     return streams_->record(stream);
@@ -409,7 +409,7 @@ std::string DeviceAllocator::describe_locked() const {
   }
   if (memory_->one_memory_a_chunk()) {
     text += "; at most " + mebibytes(static_cast<std::size_t>(budget_.longest_run()) * block) +
-            " of the rest lie side by side";
+            " of the rest are side by side";
   }
   return text;
 }

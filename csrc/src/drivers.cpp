@@ -36,7 +36,7 @@ int ordinal_of(const std::string& name) {
   const char* end = name.c_str() + name.size();
   const auto [stop, error] = std::from_chars(begin, end, ordinal);
   if (begin == end || stop != end || error != std::errc{}) {
-    throw std::invalid_argument("there is no driver '" + name +
+    throw std::invalid_argument("unknown driver '" + name +
                                 "': use host, cuda, or cuda:N for GPU N");
   }
   return ordinal;

@@ -112,7 +112,7 @@ void Guard::queued(std::int64_t now_ns, std::int64_t waited_us) {
 }
 
 void Guard::throttled(std::int64_t now_ns, double seconds) {
-  // Limits are counted in periods of 100 ms, so decode stands still for longer than any margin
+  // Limits are counted in periods of 100 ms, so decode is held for longer than any margin
   // covers, and what the worker takes of the pod's limit decode lacks.
   if (!reason_.empty()) {
     return;

@@ -55,7 +55,7 @@ std::int64_t Lender::plan(std::int64_t now_ns, const Counts& chunks, const Offer
     total += count;
   }
   const std::int64_t limit = terms.harvests ? total * terms.max_memory_percent / 100 : 0;
-  // Chunks of an earlier worker that is not known dead yet: nobody else may have them.
+  // Chunks of an earlier worker that is not known dead yet: no other worker may have them.
   const bool fenced = owner_ != 0 && owner_ != offer.job_epoch;
   const std::int64_t wanted = fenced ? 0 : offer.wanted_chunks;
   const LendingPlan plan = plan_lending(
@@ -317,8 +317,8 @@ void HarvestStep::show(std::int64_t now_ns, const StepFacts* facts, std::int64_t
     view.step = view_.step;
     view.start_ns = now_ns;
   } else {
-    // A step that computes a prompt is work even when nobody gets a token: not idle. Nor is one for
-    // which no request finds room; where requests are held back, nothing runs.
+    // A step that computes a prompt is work even when no request gets a token: not idle. Nor is one
+    // for which no request finds room; where requests are held back, nothing runs.
     const bool held = facts->start_ns < grant_.hold_admission_until_ns;
     const std::int64_t least = held && facts->prefill_tokens == 0 ? 0 : 1;
     view.step = facts->step;

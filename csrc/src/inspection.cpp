@@ -6,7 +6,7 @@
 
 namespace windrow {
 
-// The control region lies in the host's memory whatever device the blocks are on.
+// The control region is in the host's memory whatever device the blocks are on.
 Inspection::Inspection(const std::string& socket_path, std::int64_t deadline_ns)
     : client_(socket_path, deadline_ns) {
   ArenaClient::Shared shared = client_.inspect();

@@ -95,13 +95,13 @@ bool mid_iteration(const Offer& offer) {
 // units, a larger share for a part of the step (LLMStation, FlexLLM). Where it departs from harli:
 // - It takes the largest feasible share of the worker instead of the largest predicted latency: the
 //   worker's units are what is to be gained, latency is only the price.
-// - It picks at every decision, and a decision stands for 80 ms at most, so that units return to
+// - It picks at every decision, and a decision holds for 80 ms at most, so that units return to
 // the
 //   worker soon after a burst; to keep a batch at the edge from switching to and fro, growing needs
 //   headroom, while shrinking is immediate (decode comes first).
 // - Only a step beside a share throughout says what a worker costs. As long as too few have
 //   (`taught`), and once in twenty steps from then on, it takes a share that is feasible, though a
-//   part of the step were worth more by a prediction that nobody has tried.
+//   part of the step were worth more by a prediction that no step has tried.
 // - With a per-request objective it spends what running requests have saved in fast steps.
 
 // How fast the worker is on so many units; comparable between units of one decision. By its own
@@ -223,12 +223,12 @@ Grant harli(const View& view, const Offer& offer, const PolicyContext& ctx) {
 //   microseconds instead of tasklets: the worker runs a part of it.
 // - The memory check counts what the tasklets keep against what is free in the arena.
 
-// How many tasklets' memory is free, where the worker's tensors lie in lent chunks.
+// How many tasklets' memory is free, where the worker's tensors are in lent chunks.
 std::int64_t tasklets_that_fit(const View& view, const Offer& offer, const PolicyContext& ctx) {
   if (offer.held_chunks == 0 || ctx.chunk_bytes == 0 || offer.memory_delta_bytes <= 0) {
     return std::int64_t{1} << 30;
   }
-  // Bytes of free chunks are fewer than a device has; more free ones than that are no count.
+  // Bytes of free chunks are fewer than a device has; more free ones than that are not a count.
   constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
   if (view.free_chunks > kMost / ctx.chunk_bytes) {
     return kMost;
@@ -417,7 +417,7 @@ Grant fixed_share(const View& /*view*/, const Offer& offer, const PolicyContext&
   return !has_work(offer) || ctx.allowed == 1 ? alone(ctx) : share(ctx, ctx.allowed - 1);
 }
 
-// The one list of names: whoever offers policies asks for it.
+// The one list of names: what offers policies reads it.
 constexpr std::array<NamedPolicy, 8> kPolicies{{
     {"windrow", &windrow_policy},
     {"harli", &harli},

@@ -9,7 +9,7 @@
 namespace windrow {
 namespace {
 
-// Records forget with this weight; fewer than so many steps are no record yet.
+// Records forget with this weight; fewer than so many steps are not a record yet.
 constexpr double kRecordWeight = 0.05;
 constexpr std::int64_t kRecordSteps = 16;
 // A correction beyond this is a model that does not fit, which the margin is for.
@@ -141,7 +141,7 @@ bool Predictor::extrapolates(std::int64_t batch, std::int64_t context_tokens) co
 double Predictor::observe(std::size_t split, std::int64_t batch, std::int64_t context_tokens,
                           double latency_us, double objective_us, std::int64_t phase) {
   if (split >= device_.splits.size()) {
-    throw std::out_of_range("there is no split " + std::to_string(split));
+    throw std::out_of_range("split " + std::to_string(split) + " does not exist");
   }
   if (device_.blind) {
     return 0;
@@ -210,7 +210,7 @@ void Predictor::fold() {
   stretch_[0] = 1;  // decode alone, whatever stage 2 says of s_ft = 0
 }
 
-// A batch or context that has been seen often is no extrapolation any more.
+// A batch or context that has been seen often is not an extrapolation any more.
 void Predictor::widen_range(std::int64_t batch, std::int64_t context_tokens) {
   if (!extrapolates(batch, context_tokens) || ++beyond_ < figures_.seen_often) {
     return;

@@ -32,7 +32,7 @@ Reply reply_with(const Geometry& geometry) {
   return reply;
 }
 
-// The same memory, to be read only. None where /proc is not mounted: then nobody can look.
+// The same memory, to be read only. None where /proc is not mounted: then it cannot be inspected.
 OwnedFd reopen_read_only(const OwnedFd& fd) {
   const std::string path = "/proc/self/fd/" + std::to_string(fd.get());
   return OwnedFd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
@@ -85,7 +85,7 @@ ArenaServer::ArenaServer(std::string path, const Geometry& geometry, OwnedFd con
 ArenaServer::~ArenaServer() {
   const std::uint64_t one = 1;
   if (::write(stop_.get(), &one, sizeof(one)) != sizeof(one)) {
-    std::fputs("windrow: the arena's server could not be told to stop\n", stderr);
+    std::fputs("windrow: the arena's server could not be asked to stop\n", stderr);
   }
   thread_.join();
   // Only our own file: another server may have taken the place of a directory that was emptied.
@@ -159,7 +159,7 @@ void ArenaServer::welcome() {
   OwnedFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (!socket) {
     // Out of descriptors, most likely: the peer stays queued, so a pause keeps this from spinning
-    // on decode's cores until one is free. Being told to stop ends it.
+    // on decode's cores until one is free. A request to stop ends it.
     pollfd entry{.fd = stop_.get(), .events = POLLIN, .revents = 0};
     ::poll(&entry, 1, kAcceptAgainMs);
     return;

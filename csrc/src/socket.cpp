@@ -61,7 +61,7 @@ void remove_stale(const std::string& path, const sockaddr_un& address) {
     return;
   }
   if (!S_ISSOCK(status.st_mode)) {
-    throw AttachError(path + " exists and is no socket; move it away");
+    throw AttachError(path + " exists and is not a socket; move it away");
   }
   const OwnedFd probe = make_socket();
   if (try_connect(probe.get(), address) != ECONNREFUSED) {

@@ -5,7 +5,7 @@
 namespace windrow {
 namespace {
 
-// Whoever asks again and again while the device is at work leaves an event behind each time that
+// A caller that asks again and again while the device works leaves an event behind each time that
 // something was freed in between.
 constexpr std::size_t kMostClosed = 8;
 

@@ -188,7 +188,7 @@ class Arena:
     def geometry(self) -> Geometry: ...
     @property
     def driver(self) -> str:
-        """Name of the driver that the blocks lie on: "host", "cuda", "cuda:N"."""
+        """Name of the driver that the blocks are memory of: "host", "cuda", "cuda:N"."""
     @property
     def is_owner(self) -> bool: ...
     @property

@@ -49,8 +49,8 @@ def test_more_levels_than_the_page_holds_are_refused(arena):
     [
         ((1, 2, 3), ValueError, "3 fields; the page's has 13"),
         (view.View(), ValueError, "11 fields; the page's has 13"),
-        (view.Grant(chunks=1.5), TypeError, "chunks is no 64-bit integer"),
-        (view.Grant(chunks=1 << 63), TypeError, "chunks is no 64-bit integer"),
+        (view.Grant(chunks=1.5), TypeError, "chunks is not a 64-bit integer"),
+        (view.Grant(chunks=1 << 63), TypeError, "chunks is not a 64-bit integer"),
     ],
 )
 def test_what_is_no_grant_is_refused_and_the_last_one_stands(arena, record, error, said):

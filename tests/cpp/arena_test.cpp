@@ -1,4 +1,4 @@
-// An arena on every driver in both layouts: where its blocks lie, and that any call of the driver
+// An arena on every driver in both layouts: where its blocks are, and that any call of the driver
 // may fail at any step without a leak.
 #include "windrow/arena.h"
 
@@ -359,7 +359,7 @@ TEST_P(ArenaTest, AnOwnerOfAnotherDriverIsNamed) {
     // CUDA's driver brings the host's along for tables, so host arenas are attached with it.
     EXPECT_EQ(inner().name(), "host");
   } catch (const AttachError& error) {
-    EXPECT_NE(std::string(error.what()).find("lie on the cuda driver"), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("are on the cuda driver"), std::string::npos);
   }
 }
 

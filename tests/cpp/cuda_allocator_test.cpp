@@ -192,7 +192,7 @@ TEST_F(CudaAllocator, AddressesThatAKernelStillUsesAreNotTakenForAnotherTensor) 
   std::byte* const used = allocator_->allocate(4 * kMiB, id(mine_));
   launch_fill(other_, used, 5, 4 * kMiB);
   allocator_->free(used);
-  // Tensors of other shapes and places, until there are no addresses that nobody has had.
+  // Tensors of other shapes and places, until every address has been used.
   std::minstd_rand random(3);
   std::vector<std::byte*> live;
   for (int i = 0; i < 1000 && allocator_->mapping_calls().unmap == 0; ++i) {
@@ -386,7 +386,7 @@ TEST_F(TokenMajorAllocator, ARequestThatNoRunHoldsIsRefusedWithTheLongestOne) {
     static_cast<void>(allocator_->allocate(4 * kMiB, id(mine_)));
     FAIL() << "no two neighbours are free";
   } catch (const BudgetError& error) {
-    EXPECT_NE(std::string(error.what()).find("at most 2.0 MiB of the rest lie side by side"),
+    EXPECT_NE(std::string(error.what()).find("at most 2.0 MiB of the rest are side by side"),
               std::string::npos)
         << error.what();
   }

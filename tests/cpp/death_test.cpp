@@ -1,4 +1,5 @@
-// Whoever dies, at whatever instruction or system call, leaves what the others can go on with.
+// A process that dies, at any instruction or system call, leaves a state that the others continue
+// from.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -128,7 +129,7 @@ class Death : public ::testing::TestWithParam<Case> {
   SharedMemory memory_{kTableBytes};
 };
 
-// What the others find after a death between two instructions is what lies in the memory there; it
+// What the others find after a death between two instructions is what is in the memory there; it
 // changes at few of them. Each such moment is died at for real.
 TEST_P(Death, AtAnyInstructionOfATransitionIsSurvivedByTheOther) {
   for (int moment = 0;; ++moment) {

@@ -50,7 +50,7 @@ TEST_F(DeviceAllocatorTest, WithoutChunksEveryRequestNamesTheBudget) {
   for (const std::size_t bytes : {std::size_t{1}, 3 * kMiB}) {
     try {
       static_cast<void>(allocator_.allocate(bytes, kMine));
-      FAIL() << "there is no memory";
+      FAIL() << "no memory is left";
     } catch (const BudgetError& error) {
       EXPECT_NE(std::string(error.what()).find("0 chunks of 8.0 MiB"), std::string::npos)
           << error.what();
@@ -209,7 +209,7 @@ TEST_F(DeviceAllocatorTest, ARecordedStreamThatTakesNoMemoryHoldsADrainedChunkTo
   std::byte* const tensor = allocator_.allocate(4 * kMiB, kMine);
   std::byte* const recorded = allocator_.allocate(2 * kMiB, kMine);
   allocator_.record_stream(recorded, kOther);
-  streams_.launch(kOther);  // uses both, of which it was told for one
+  streams_.launch(kOther);  // uses both, and was announced for one
   allocator_.free(tensor);
   streams_.finish(kMine);
   allocator_.free(recorded);
@@ -318,8 +318,8 @@ TEST_F(DeviceAllocatorTest, BlocksSmallerThanAPoolBlockAreJoined) {
       GeometryError);
 }
 
-// Every allocation is filled with its own byte; whoever overlaps it or maps another block there
-// shows when it is freed.
+// Every allocation is filled with its own byte; an allocation that overlaps it or maps another
+// block there shows when it is freed.
 TEST_F(DeviceAllocatorTest, AnySequenceOnSeveralStreamsKeepsTensorsApartAndEverythingReturns) {
   struct Tensor {
     std::size_t bytes;

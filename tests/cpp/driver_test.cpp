@@ -1,4 +1,4 @@
-// What every driver promises: the host's, CUDA's over the stand-in for libcuda, and CUDA's on a GPU
+// Contract of every driver: the host's, CUDA's over the stand-in for libcuda, and CUDA's on a GPU
 // where there is one.
 #include "windrow/driver.h"
 

@@ -87,7 +87,7 @@ inline Driver* driver_of(const std::string& name) {
   }
 }
 
-// Through a copy, for processors cannot read what lies on a GPU.
+// Through a copy, because processors cannot read a GPU's memory.
 inline void put(Driver& driver, std::byte* at, std::byte value) {
   driver.copy(at, &value, 1)->wait();
 }

@@ -7,8 +7,8 @@
 
 namespace windrow::testing {
 
-// A source of blocks that are numbers only: a pool never looks at memory, and whoever does faults.
-// The lowest free number first.
+// A source of blocks that are numbers only: a pool never looks at memory, and code that does
+// faults. The lowest free number first.
 class NumberedBlocks final : public BlockSource {
  public:
   explicit NumberedBlocks(std::size_t blocks) {

@@ -25,7 +25,7 @@ using testing::SharedMemory;
 
 constexpr std::int64_t kSecond = 1'000'000'000;
 
-// Until the kernel says that the process sleeps: the state stands behind the name in brackets.
+// Until the kernel says that the process sleeps: the state follows the name in brackets.
 void wait_until_asleep(pid_t pid) {
   std::string line;
   do {

@@ -1,4 +1,4 @@
-// What a partition promises on every driver: the host's cores, the stand-in's simulated SMs, and a
+// Contract of a partition on every driver: the host's cores, the stand-in's simulated SMs, and a
 // GPU's where there is one. And what a failed call leaves: everything as it was.
 #include "windrow/partition.h"
 

@@ -106,8 +106,8 @@ TEST_F(ServerTest, AnotherUserIsRefusedWithTheReason) {
       static_cast<void>(Arena::attach(host_driver(), path_, soon()));
       ::_exit(3);
     } catch (const AttachError& error) {
-      const bool told = std::string(error.what()).find("may not attach") != std::string::npos;
-      ::_exit(told ? 0 : 1);
+      const bool refused = std::string(error.what()).find("may not attach") != std::string::npos;
+      ::_exit(refused ? 0 : 1);
     }
   }
   int status = 0;

@@ -242,7 +242,7 @@ class Soak {
     seat(i);
   }
 
-  // Decode dies; the workers find that out and end by themselves, without an error.
+  // Decode dies; the workers find that out and end without an error.
   void replace_owner() {
     board_.owner_dies.store(true);
     kill_and_reap(owner_);
@@ -275,7 +275,7 @@ class Soak {
         siginfo_t ended{};
         if (::waitid(P_PID, static_cast<id_t>(pid), &ended, WEXITED | WNOHANG | WNOWAIT) == 0 &&
             ended.si_pid != 0) {
-          throw std::runtime_error("a process ended by itself");
+          throw std::runtime_error("a process ended without being killed");
         }
       }
       if (monotonic_ns() > deadline) {

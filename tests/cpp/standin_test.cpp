@@ -165,7 +165,7 @@ TEST_F(StandinTest, AnEventIsNotReadyUntilItsWorkIsDone) {
   EXPECT_EQ(call.cuEventQuery(event), cuda::kSuccess);
   EXPECT_EQ(*reinterpret_cast<volatile char*>(range + 1), 5);
   call.cuEventDestroy(event);
-  expect_broken(call.cuEventQuery(event), "event that is none");
+  expect_broken(call.cuEventQuery(event), "invalid event");
 }
 
 TEST_F(StandinTest, AnEventOnAStreamOfAnotherContext) {
@@ -229,7 +229,7 @@ TEST_F(StandinTest, ADescriptorImportedTwice) {
   call.cuMemRelease(second);
   ::close(fd);
   ::close(copy);
-  expect_broken(import(0, &first), "no exported memory");
+  expect_broken(import(0, &first), "not exported memory");
 }
 
 TEST_F(StandinTest, AReservationFreedWithMappingsOrInPart) {

@@ -119,7 +119,7 @@ Result cuDeviceGetCount(int* count) {
   const std::scoped_lock lock(state().mutex);
   *count = static_cast<int>(state().visible.size());
   if (!state().initialized) {
-    return cuda::kNotInitialized;  // an answer, to whoever asks whether this process uses CUDA
+    return cuda::kNotInitialized;  // an answer to the question whether this process uses CUDA
   }
   return enter();
 }

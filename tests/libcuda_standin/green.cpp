@@ -64,7 +64,7 @@ std::set<unsigned> sms_of(const cuda::DeviceResource& resource) {
   return sms;
 }
 
-// Neighbouring ids lie in different groups, as they do on a GPU.
+// Neighbouring ids are in different groups, as they do on a GPU.
 std::set<unsigned> group(unsigned index, unsigned groups, unsigned size) {
   std::set<unsigned> sms;
   for (unsigned i = 0; i < size; ++i) {
@@ -196,7 +196,7 @@ Result cuGreenCtxDestroy(cuda::GreenContext context) {
     return result;
   }
   if (s.greens.erase(context) == 0) {
-    return refuse(cuda::kInvalidContext, "a green context destroyed that is none");
+    return refuse(cuda::kInvalidContext, "an invalid green context destroyed");
   }
   --s.primary_retained;
   for (auto& [key, stream] : s.streams) {
@@ -227,7 +227,7 @@ Result cuModuleLoadData(cuda::Module* module, const void* image) {
   }
   const std::string text = static_cast<const char*>(image);
   if (text.find(".version") == std::string::npos || text.find(".target") == std::string::npos) {
-    return refuse(cuda::kInvalidImage, "a module that is no PTX");
+    return refuse(cuda::kInvalidImage, "a module that is not PTX");
   }
   *module = new_object<cuda::Module>();
   state().modules.insert(*module);
@@ -241,7 +241,7 @@ Result cuModuleUnload(cuda::Module module) {
   }
   return state().modules.erase(module) == 1
              ? cuda::kSuccess
-             : refuse(cuda::kInvalidHandle, "a module unloaded that is none");
+             : refuse(cuda::kInvalidHandle, "an invalid module unloaded");
 }
 
 Result cuModuleGetFunction(cuda::Function* function, cuda::Module module, const char* name) {

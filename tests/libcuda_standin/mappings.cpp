@@ -47,7 +47,7 @@ Result require_mappable(DevicePtr at, std::size_t bytes, std::size_t offset,
     return refuse(cuda::kInvalidValue, "cuMemMap with an offset that is not 0");
   }
   if (bytes == 0 || bytes % granularity != 0 || at % granularity != 0) {
-    return refuse(cuda::kInvalidValue, "a mapping that is no multiple of the granularity");
+    return refuse(cuda::kInvalidValue, "a mapping that is not a multiple of the granularity");
   }
   if (bytes != physical.bytes) {
     return refuse(cuda::kInvalidValue, "a mapping that is not as large as its memory");
@@ -119,7 +119,7 @@ Result cuMemAddressReserve(DevicePtr* address, std::size_t bytes, std::size_t al
     return result;
   }
   if (bytes == 0 || bytes % s.granularity != 0 || alignment != 0 || wanted != 0 || flags != 0) {
-    return refuse(cuda::kInvalidValue, "a reservation that is no multiple of the granularity");
+    return refuse(cuda::kInvalidValue, "a reservation that is not a multiple of the granularity");
   }
   // More than asked for, so that an aligned part of it can be kept.
   const std::size_t more = bytes + s.granularity;
@@ -242,7 +242,7 @@ Result cuMemSetAccess(DevicePtr address, std::size_t bytes, const cuda::AccessDe
   return cuda::kSuccess;
 }
 
-// The honest answer: what stands for device memory here, processors can read.
+// The honest answer: processors can read what is device memory here.
 Result cuPointerGetAttribute(void* data, int attribute, DevicePtr address) {
   const std::scoped_lock lock(state().mutex);
   if (const Result result = enter_context("cuPointerGetAttribute"); result != cuda::kSuccess) {

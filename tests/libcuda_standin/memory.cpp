@@ -74,7 +74,7 @@ Result cuMemCreate(cuda::MemoryHandle* handle, std::size_t bytes,
     return result;
   }
   if (bytes == 0 || bytes % s.granularity != 0 || flags != 0) {
-    return refuse(cuda::kInvalidValue, "the size of memory is no multiple of the granularity");
+    return refuse(cuda::kInvalidValue, "the size of memory is not a multiple of the granularity");
   }
   if (s.memory_used + bytes > s.memory) {
     return cuda::kOutOfMemory;
@@ -110,7 +110,7 @@ Result cuMemRelease(cuda::MemoryHandle handle) {
   }
   const auto found = s.handles.find(handle);
   if (found == s.handles.end()) {
-    return refuse(cuda::kInvalidValue, "a handle released that is none, or released twice");
+    return refuse(cuda::kInvalidValue, "an invalid handle released, or one released twice");
   }
   ::close(found->second.fd);
   s.memory_used -= found->second.bytes;
@@ -128,7 +128,7 @@ Result cuMemExportToShareableHandle(void* shareable, cuda::MemoryHandle handle, 
   }
   const auto found = s.handles.find(handle);
   if (found == s.handles.end() || type != cuda::kHandlePosixDescriptor || flags != 0) {
-    return refuse(cuda::kInvalidValue, "an export of what is no handle, or of another type");
+    return refuse(cuda::kInvalidValue, "an export of an invalid handle, or of another type");
   }
   const int fd = reopen(found->second.fd);
   if (fd < 0) {
@@ -147,7 +147,7 @@ Result cuMemImportFromShareableHandle(cuda::MemoryHandle* handle, void* shareabl
   }
   const int shared = static_cast<int>(reinterpret_cast<std::intptr_t>(shareable));
   if (type != cuda::kHandlePosixDescriptor || link_of(shared).find(kName) == std::string::npos) {
-    return refuse(cuda::kInvalidValue, "an import of a descriptor that is no exported memory");
+    return refuse(cuda::kInvalidValue, "an import of a descriptor that is not exported memory");
   }
   if (was_imported(shared)) {
     return refuse(cuda::kInvalidValue, "a descriptor imported twice, or without close-on-exec");

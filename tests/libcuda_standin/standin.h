@@ -4,8 +4,8 @@
 
 #include "windrow/cuda_abi.h"
 
-// What the stand-in for libcuda tells tests beyond CUDA's own calls. Open it like libcuda and look
-// these up by name. All of it is of the calling process.
+// What the stand-in for libcuda reports to tests beyond CUDA's own calls. Open it like libcuda and
+// look these up by name. All of it is of the calling process.
 
 namespace windrow::standin {
 

@@ -88,7 +88,7 @@ std::string name_of(unsigned gpu) {
   return name;
 }
 
-// As CUDA_VISIBLE_DEVICES has them, up to the first that is none.
+// As CUDA_VISIBLE_DEVICES has them, up to the first invalid one.
 std::vector<unsigned> visible_gpus(unsigned gpus) {
   std::vector<unsigned> found;
   const char* named = std::getenv("CUDA_VISIBLE_DEVICES");

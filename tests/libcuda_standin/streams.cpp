@@ -16,7 +16,7 @@ StreamState* find_stream(cuda::Stream stream, const char* call) {
   }
   const auto found = state().streams.find(stream);
   if (found == state().streams.end()) {
-    refuse(cuda::kInvalidHandle, std::string(call) + " on a stream that is none");
+    refuse(cuda::kInvalidHandle, std::string(call) + " on an invalid stream");
     return nullptr;
   }
   return found->second.get();
@@ -85,7 +85,7 @@ void run_until(const EventState& event) {
 EventState* find_event(cuda::Event event, const char* call) {
   const auto found = state().events.find(event);
   if (found == state().events.end()) {
-    refuse(cuda::kInvalidHandle, std::string(call) + " of an event that is none");
+    refuse(cuda::kInvalidHandle, std::string(call) + " of an invalid event");
     return nullptr;
   }
   return found->second.get();

@@ -31,8 +31,8 @@ struct Alias {
 // must not touch them then, but when the same blocks are to be had again, the alias serves without
 // a call. Aliases that idle longest are unmapped when their number or the addresses run out.
 //
-// Where a chunk is one memory, consecutive blocks lie in its home (ChunkHomes) and cost no call
-// beside the one that mapped the chunk; whole chunks that are no neighbours are mapped side by
+// Where a chunk is one memory, consecutive blocks are in its home (ChunkHomes) and cost no call
+// beside the one that mapped the chunk; whole chunks that are not neighbours are mapped side by
 // side. Thread: one at a time.
 class AliasCache {
  public:
@@ -71,7 +71,7 @@ class AliasCache {
   [[nodiscard]] bool at_home(const std::vector<BlockId>& blocks) const;
   [[nodiscard]] std::optional<std::size_t> find_addresses(std::size_t bytes);
   [[nodiscard]] Backing backing(BlockId block) const;
-  // How many of the blocks from `begin` on lie side by side in one memory.
+  // How many of the blocks from `begin` on are side by side in one memory.
   [[nodiscard]] std::size_t run_length(const std::vector<BlockId>& blocks, std::size_t begin) const;
   [[nodiscard]] std::vector<Piece> pieces_of(const std::vector<BlockId>& blocks) const;
   // False where it may still be in use, or there is none.

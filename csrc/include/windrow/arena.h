@@ -53,7 +53,7 @@ class Arena {
   // The same, with that extent of it there to be used. A worker on a device gets lent chunks only:
   // OwnershipError names the first one that is not LENT or DRAINING. Throws std::out_of_range.
   [[nodiscard]] std::shared_ptr<LeasedMapping> mapping_of(std::int64_t offset, std::int64_t bytes);
-  // Where the blocks lie; outlives the arena as long as somebody holds it.
+  // Places of the blocks; outlives the arena as long as somebody holds it.
   [[nodiscard]] std::shared_ptr<const Blocks> blocks() const;
   // Byte of the mapping where a chunk's first block begins. Throws std::out_of_range.
   [[nodiscard]] std::int64_t chunk_offset(std::int64_t chunk) const;

@@ -11,7 +11,7 @@
 
 namespace windrow {
 
-// K (or V) of one layer in a mapping: token slot s of chunk c lies at
+// K (or V) of one layer in a mapping: token slot s of chunk c is at
 // offset + c * chunk_stride + s * slot_stride and has entry_bytes. All in bytes; the same four
 // numbers say it for both layouts on every driver.
 struct KvView {
@@ -62,7 +62,7 @@ class Blocks final : public ChunkMemory {
   // K where `value` is false.
   [[nodiscard]] KvView kv_view(std::int64_t layer, bool value) const;
 
-  // Physical memory behind each block, for whoever maps it a second time.
+  // Physical memory behind each block, for a second mapping.
   [[nodiscard]] std::int64_t chunks() const override { return geometry_.chunks; }
   [[nodiscard]] std::int64_t blocks_per_chunk() const override { return 2 * geometry_.layers; }
   [[nodiscard]] std::size_t block_bytes() const override {

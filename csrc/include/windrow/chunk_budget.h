@@ -61,7 +61,7 @@ class ChunkBudget {
   [[nodiscard]] std::int64_t lent_chunks() const { return lent_; }
   [[nodiscard]] std::int64_t draining_chunks() const { return draining_; }
   [[nodiscard]] std::int64_t blocks_in_use() const { return in_use_; }
-  // Of the longest run of free blocks with consecutive ids, whoever has just used them.
+  // Of the longest run of free blocks with consecutive ids, whichever stream used them last.
   [[nodiscard]] std::int64_t longest_run() const;
 
  private:

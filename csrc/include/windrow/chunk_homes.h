@@ -17,7 +17,7 @@ namespace windrow {
 // which the driver maps none alone.
 class PiecesOfChunks final : public ChunkMemory {
  public:
-  // Throws GeometryError for chunks that are no multiple of 2 MiB.
+  // Throws GeometryError for chunks that are not a multiple of 2 MiB.
   explicit PiecesOfChunks(std::shared_ptr<const ChunkMemory> chunks);
 
   [[nodiscard]] std::int64_t chunks() const override { return chunks_->chunks(); }
@@ -32,7 +32,7 @@ class PiecesOfChunks final : public ChunkMemory {
 };
 
 // Maps each chunk whole, at a place of its own at the start of a range, when it is first used: so
-// pieces with consecutive ids lie at consecutive addresses, and handing them out costs no call.
+// pieces with consecutive ids have consecutive addresses, and handing them out costs no call.
 // Thread: one at a time.
 class ChunkHomes {
  public:
@@ -42,7 +42,7 @@ class ChunkHomes {
   ChunkHomes& operator=(const ChunkHomes&) = delete;
 
   [[nodiscard]] std::size_t bytes() const { return homes_.size() * chunk_bytes_; }
-  // Where those pieces lie, whose ids are consecutive; their chunks are held until let_go(). Adds
+  // Address of those pieces, whose ids are consecutive; their chunks are held until let_go(). Adds
   // to `calls` what it took. Throws Error; nothing is held then.
   [[nodiscard]] std::byte* hold(std::span<const BlockId> pieces, MappingCalls& calls);
   void let_go(std::span<const BlockId> pieces);

@@ -10,7 +10,7 @@
 
 namespace windrow {
 
-// Where a block lies: what `Reservation::map` takes.
+// Place of a block: what `Reservation::map` takes.
 struct Backing {
   const Memory* memory;
   std::size_t offset;
@@ -30,7 +30,7 @@ class ChunkMemory {
   [[nodiscard]] virtual bool one_memory_a_chunk() const { return false; }
 };
 
-// Calls of the driver, since the beginning. Runs of blocks that lie side by side in one memory are
+// Calls of the driver, since the beginning. Runs of blocks that are side by side in one memory are
 // one call.
 struct MappingCalls {
   std::int64_t map = 0;

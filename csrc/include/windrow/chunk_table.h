@@ -40,14 +40,13 @@ using Counts = std::array<std::int64_t, kChunkStates>;
 // Thread: one at a time for each instance; instances of other processes work at the same time. No
 // call blocks, makes a system call or, save those that return a vector, allocates.
 // Errors: an illegal transition is an OwnershipError; ids outside the table throw
-// std::out_of_range; negative amounts and owners that are no job epoch, std::invalid_argument. What
-// throws has changed nothing.
-// Death: the peer may die at any instruction. What it borrowed stays LENT or DRAINING until the
-// owner calls reclaim with its epoch, and the owner must know the process to be dead by then: a
-// swap fences the table, not stray writes. `since_ns` is written after the swap, so display may
-// show an old time for an instant, or until the next transition if its writer died between.
-// Trust: the peer can write garbage here. No call of the owner crashes, hangs or names a chunk that
-// is none because of it; check() finds it.
+// std::out_of_range; negative amounts and owners that are not a job epoch, std::invalid_argument.
+// What throws has changed nothing. Death: the peer may die at any instruction. What it borrowed
+// stays LENT or DRAINING until the owner calls reclaim with its epoch, and the owner must know the
+// process to be dead by then: a swap fences the table, not stray writes. `since_ns` is written
+// after the swap, so display may show an old time for an instant, or until the next transition if
+// its writer died between. Trust: the peer can write garbage here. No call of the owner crashes,
+// hangs or names a chunk that is none because of it; check() finds it.
 //
 // Two peers may give back at once and overfill the reserve by one each; the owner's next
 // set_reserve or lend moves the surplus to FREE.

@@ -28,7 +28,7 @@ class ArenaClient {
     std::size_t bytes;
   };
 
-  // Tries again until the deadline (CLOCK_MONOTONIC) while nobody serves there.
+  // Tries again until the deadline (CLOCK_MONOTONIC) while no server listens there.
   ArenaClient(const std::string& socket_path, std::int64_t deadline_ns);
 
   // All descriptors of the arena; this process is its peer from now on.

@@ -23,7 +23,7 @@ struct alignas(kCacheLine) ControlHead {
   std::uint32_t layout_version;
   std::uint32_t reserved;
   Geometry geometry;
-  std::array<char, 16> driver;  // the owner's, by name: where the blocks lie
+  std::array<char, 16> driver;  // the owner's, by name: what the blocks are memory of
 };
 static_assert(sizeof(ControlHead) == 128);
 

@@ -12,7 +12,7 @@ namespace windrow {
 // thread.
 class CudaContext {
  public:
-  // Throws DriverUnavailable where there is no such device or it cannot share memory.
+  // Throws DriverUnavailable where the device does not exist or cannot share memory.
   CudaContext(std::shared_ptr<const Libcuda> library, int ordinal);
   CudaContext(const CudaContext&) = delete;
   CudaContext& operator=(const CudaContext&) = delete;

@@ -24,7 +24,7 @@ namespace windrow {
 //   below 2 MiB   a SmallPool for each stream
 //   from 2 MiB    whole blocks, of any lent chunks, mapped to consecutive addresses; where the
 //   driver
-//                 maps a chunk as a whole (token-major on CUDA), pieces of 2 MiB that lie side by
+//                 maps a chunk as a whole (token-major on CUDA), pieces of 2 MiB that are side by
 //                 side in it
 //
 // Memory that was freed on a stream is reusable on that stream at once and on others when what ran
@@ -37,8 +37,8 @@ namespace windrow {
 class DeviceAllocator {
  public:
   // The budget is empty at first. `driver` and `streams` outlive it. Throws GeometryError where
-  // blocks do not divide 2 MiB, or chunks that are mapped whole are no multiple of it; Error where
-  // addresses cannot be reserved.
+  // blocks do not divide 2 MiB, or chunks that are mapped whole are not a multiple of it; Error
+  // where addresses cannot be reserved.
   DeviceAllocator(Driver& driver, Streams& streams, std::shared_ptr<const ChunkMemory> memory);
   DeviceAllocator(const DeviceAllocator&) = delete;
   DeviceAllocator& operator=(const DeviceAllocator&) = delete;
@@ -118,7 +118,7 @@ class DeviceAllocator {
 
   [[nodiscard]] std::size_t slot(const std::byte* address) const WINDROW_REQUIRES(mutex_);
   [[nodiscard]] std::size_t blocks_for(std::size_t bytes) const;
-  // Of what lies there, freed and deferred or not; throws Error where nothing begins.
+  // Of the allocation there, freed and deferred or not; throws Error where none begins.
   [[nodiscard]] Size size_at(const std::byte* address) const WINDROW_REQUIRES(mutex_);
   // Of a live allocation; throws Error where none begins.
   [[nodiscard]] Size size_of(const std::byte* address) const WINDROW_REQUIRES(mutex_);

@@ -23,7 +23,7 @@ struct DeviceFacts {
   std::string uuid;
   std::vector<int> compute_units;     // cores on the host, SMs on a GPU; ids, ascending
   std::int64_t unit_granularity = 1;  // a partition takes a multiple of this many
-  std::int64_t memory_bytes = 0;      // in all, whoever uses it
+  std::int64_t memory_bytes = 0;      // in all, of all processes
   int version = 0;                    // of CUDA's driver, 13000 for 13.0; 0 on the host
   // Whether this process and others run on the device at the same time: a GPU's context is shared
   // by MPS. A process that could not connect to the daemon runs on without it.
@@ -45,7 +45,7 @@ class Memory {
   [[nodiscard]] virtual OwnedFd export_fd() const = 0;
   // From now on no new writable mapping of it is made; those that exist stay. For good. The host's
   // kernel holds every process to it; CUDA knows nothing like it, so there it binds this object
-  // only and an importer must keep to read-only mappings by itself.
+  // only and an importer has to keep to read-only mappings of its own accord.
   virtual void seal_writes() = 0;
 };
 
@@ -87,7 +87,7 @@ class Event {
   virtual void wait() const = 0;
 };
 
-// Everything of the core that touches a device. What stands above (arena, weights, shares of a
+// Everything of the core that touches a device. What is above it (arena, weights, shares of a
 // device) knows only this, so that one contract suite runs on every driver and a decorator can make
 // any call of it fail.
 //
@@ -106,8 +106,8 @@ class Driver {
   [[nodiscard]] virtual bool maps_parts() const { return true; }
   // The driver of memory that processors write: tables and pages that two processes share.
   [[nodiscard]] virtual Driver& host() { return *this; }
-  // Throws Error unless the descriptor is memory that nobody can map writable any more. Where the
-  // device has no such promise to look at, there is nothing to check.
+  // Throws Error unless no process can map the descriptor's memory writable any more. Where
+  // the device has no seals to look at, there is nothing to check.
   virtual void require_sealed(int fd) const = 0;
   [[nodiscard]] virtual std::unique_ptr<Reservation> reserve(std::size_t bytes) = 0;
   // Zeroed memory of a fixed size. `label` shows in the system's own listings.

@@ -9,7 +9,7 @@ namespace windrow {
 
 // The driver of that name: "host", "cuda" (the first GPU that this process sees) or "cuda:N". Made
 // when first asked for; lives until the process ends. Throws DriverUnavailable, and
-// std::invalid_argument for a name that is none. Any thread.
+// std::invalid_argument for an unknown name. Any thread.
 [[nodiscard]] Driver& named_driver(const std::string& name);
 
 // UUIDs of the GPUs that this process sees, 32 hexadecimal digits each, in CUDA's order. Makes no

@@ -48,7 +48,7 @@ class FaultPlan {
   // Faults and actions that have fired.
   [[nodiscard]] std::int64_t fired() const;
 
-  // For the driver: to be told of each call before it is made. Throws where it is to fail; true
+  // The driver calls this before each call of its own. Throws where that call is to fail; true
   // where its result is to be lost.
   bool reach(DriverCall call);
 
@@ -70,7 +70,7 @@ class FaultPlan {
 };
 
 // Another driver whose calls go wrong as its plan says; what it makes does so too. For tests of
-// what stands above drivers. The other driver, and it itself, outlive all that it makes.
+// what is above drivers. The other driver, and it itself, outlive all that it makes.
 class FaultyDriver final : public Driver {
  public:
   explicit FaultyDriver(Driver& inner) : FaultyDriver(inner, std::make_shared<FaultPlan>()) {}

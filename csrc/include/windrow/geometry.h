@@ -15,7 +15,7 @@ enum class KvLayout : std::int64_t {
 };
 
 // Sizes of an arena. A chunk has the size of `2 * layers` blocks in either layout. A plain value;
-// it crosses the socket and lies in the control region as it is, so it belongs to kLayoutVersion.
+// it crosses the socket and is in the control region as it is, so it belongs to kLayoutVersion.
 struct Geometry {
   std::int64_t layers = 0;
   std::int64_t kv_heads = 0;
@@ -36,9 +36,9 @@ struct Geometry {
     return layout == KvLayout::kTokenMajor ? chunk_bytes() : block_bytes;
   }
 
-  // Throws GeometryError where a size is not positive, the smallest moving piece is no multiple of
-  // `granularity`, a block does not hold a whole number of tokens, the products leave 63 bits, or
-  // the layout is none.
+  // Throws GeometryError where a size is not positive, the smallest moving piece is not a multiple
+  // of `granularity`, a block does not hold a whole number of tokens, the products leave 63 bits,
+  // or the layout is none.
   void validate(std::int64_t granularity) const;
 
   bool operator==(const Geometry&) const = default;

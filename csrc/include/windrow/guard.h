@@ -37,7 +37,7 @@ inline constexpr std::array<std::string_view, 18> kWhyWords{
     "off",
     "no latency profile",
     "no worker",
-    "the clock stands still",
+    "the clock does not advance",
     "the view is stale",
     "the view holds impossible figures",
     "the offer holds impossible figures",

@@ -156,7 +156,7 @@ class Lender {
   StepSurroundings& around_;
   const StepSettings& settings_;
   AdmissionRate admitted_;
-  std::int64_t owner_ = 0;  // epoch of the job whose worker holds chunks; 0: nobody
+  std::int64_t owner_ = 0;  // epoch of the job whose worker holds chunks; 0: none
   std::int64_t reserve_;
   double release_us_;
   std::int64_t revoked_ns_ = 0;
@@ -204,7 +204,7 @@ class HarvestStep {
   [[nodiscard]] const View& view() const { return view_; }
   [[nodiscard]] const Grant& grant() const { return grant_; }
   [[nodiscard]] std::int64_t cost_ns() const { return cost_ns_; }
-  [[nodiscard]] std::int64_t live_epoch() const { return live_epoch_; }  // -1: nobody has said
+  [[nodiscard]] std::int64_t live_epoch() const { return live_epoch_; }  // -1: not known yet
   [[nodiscard]] std::int64_t tokens_done() const { return tokens_done_; }
   [[nodiscard]] bool has_news() const { return news_; }
   [[nodiscard]] Lender& lender() { return lender_; }
@@ -233,7 +233,7 @@ class HarvestStep {
   Decider& decider_;
   StepSettings settings_;
   StepTerms terms_;
-  // What a step reads where the last decision stands lies together.
+  // What a step reads where the last decision still holds is together.
   std::int64_t steady_until_ns_ = 0;
   std::int64_t cost_ns_ = 0;
   std::int64_t waiting_since_ns_ = 0;  // since when requests wait; 0: none does

@@ -15,7 +15,7 @@ namespace windrow {
 // Cores shared by the affinity of threads; a group is one core. sched_setaffinity(0) moves the
 // calling thread only, so every thread is moved, also those that start meanwhile from one that was
 // not moved yet; one that the kernel is just about to start is moved by the next call. A thread
-// that ends meanwhile is no error.
+// that ends meanwhile is not an error.
 //
 // gRPC's threads (known by name) and those that were named stay on the last core. Thread and
 // errors: as Partition; where a thread cannot be moved, those that were moved go back.

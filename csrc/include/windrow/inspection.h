@@ -15,8 +15,8 @@
 namespace windrow {
 
 // A look at a live arena from another process: geometry, table of owners and shared page, mapped
-// read-only. Borrows nothing, is no peer, and can break nothing. What it shows is of now, and each
-// chunk is read by itself. One thread at a time.
+// read-only. Borrows nothing, is not a peer, and can break nothing. What it shows is of now, and
+// each chunk is read separately. One thread at a time.
 class Inspection {
  public:
   // Waits for a server until the deadline (CLOCK_MONOTONIC). Throws AttachError.

@@ -13,7 +13,8 @@ namespace windrow {
 class Libcuda {
  public:
   // Opens it by a path or by the name that the loader looks for, and calls cuInit. Throws
-  // DriverUnavailable with what to do where there is no library, no GPU, or a driver too old.
+  // DriverUnavailable with what to do where the library or a GPU is missing, or the driver is too
+  // old.
   [[nodiscard]] static std::shared_ptr<const Libcuda> open(const std::string& name);
   Libcuda(const Libcuda&) = delete;
   Libcuda& operator=(const Libcuda&) = delete;

@@ -15,7 +15,7 @@ enum class Writer : std::size_t { kDecode = 0, kWorker = 1 };
 
 // The shared page: how decode and worker speak without a message and without a lock.
 //
-// It lies in the control region, mapped by both; all zero is a fresh page. Decode publishes view
+// It is in the control region, mapped by both; all zero is a fresh page. Decode publishes view
 // and grant, the worker publishes the offer; anybody reads. One thread at a time publishes a record
 // (the process that owns it sees to that); no call but the waits blocks, and none of the others
 // makes a system call, save to wake a sleeper. A process may die anywhere: what the other reads is
@@ -53,7 +53,7 @@ class SharedPage {
 
   // Returns the time it wrote.
   std::int64_t beat(Writer writer);
-  // For whoever has just read the clock.
+  // For a caller that has just read the clock.
   void beat(Writer writer, std::int64_t now_ns);
   // Time since the writer's last sign of life; since boot when it never gave one.
   [[nodiscard]] std::int64_t heartbeat_age_ns(Writer writer) const;
@@ -64,7 +64,7 @@ class SharedPage {
     return grant_sequence() == sequence && heartbeat_age_ns(Writer::kDecode) <= stale_ns;
   }
 
-  // Adds to a counter that lives as long as the arena; returns the new value. Even counters lie on
+  // Adds to a counter that lives as long as the arena; returns the new value. Even counters are on
   // decode's line, odd ones on the worker's. Throws std::out_of_range.
   std::int64_t add(std::size_t counter, std::int64_t n);
 
@@ -84,7 +84,7 @@ class SharedPage {
   std::array<Line, 2> lines_;
 };
 
-// Where everything lies in the page, in bytes. Each part begins a cache line and has one writer. A
+// Offsets of the parts of the page, in bytes. Each part begins a cache line and has one writer. A
 // change here is a change of the layout: kLayoutVersion grows with it.
 struct PageLayout {
   static constexpr std::size_t kView = offsetof(SharedPage, view_);
@@ -96,7 +96,7 @@ struct PageLayout {
   static constexpr std::size_t kHeartbeatInLine = offsetof(SharedPage::Line, heartbeat_ns);
   static constexpr std::size_t kCountersInLine = offsetof(SharedPage::Line, counters);
 };
-// A peer uses what lies in its mapping, where no constructor has run.
+// A peer uses what is in its mapping, where no constructor has run.
 static_assert(std::is_trivial_v<SharedPage> && std::is_standard_layout_v<SharedPage>);
 static_assert(alignof(SharedPage) == kCacheLine && sizeof(SharedPage) == 1536);
 static_assert(PageLayout::kView == 0 && sizeof(Seqlock<View>) == 128 + 192);

@@ -23,7 +23,7 @@ namespace windrow {
 //     go to and fro.
 //   slack_steps: slack is spent over so many steps at least, so that one step never takes all of
 //   it. part_gain: a part of a step ends the share in its middle, and a grant for each step costs a
-//     decision: by so much it must be worth more than a share that stands.
+//     decision: by so much it must be worth more than the present share.
 //   least_gap_us: shorter gaps are over before the worker has woken and a tasklet's caches are
 //   warm. grain_tokens, most_tokens: of FlexLLM's windows, which are cut in its artifact's steps.
 //   passes: one forward, and a backward that costs twice as much: of a micro-batch in each layer.
@@ -104,7 +104,7 @@ struct NamedPolicy {
 
 // Decode on all units, the worker paused.
 [[nodiscard]] Grant alone(const PolicyContext& ctx);
-// Whether a grant is used up by one step; any other stands until something changes.
+// Whether a grant is used up by one step; any other holds until something changes.
 [[nodiscard]] bool is_for_one_step(const Grant& grant);
 // How long a worker may run beside one step so that the step takes no longer than `bound`. A step
 // that takes `solo` alone and `beside` with the worker at its side throughout takes

@@ -58,7 +58,7 @@ enum class PredictorForm : std::uint8_t { kWindrow, kHarli, kLlmStation };
 //
 // Stage 1 (`qos/solo.py`) is fitted from a profile. Stage 2 (`qos/co_run.py`) multiplies it by what
 // a worker costs, with one (b1, k1) for all batches and phases, which recursive least squares
-// follows. In front of both stands what steps of the same kind took. One thread at a time.
+// follows. What steps of the same kind took comes before both. One thread at a time.
 class Predictor {
  public:
   struct Device {
@@ -80,7 +80,7 @@ class Predictor {
   // (`solo`), both without a margin and as long as there are splits. `phase`: of the next tasklet.
   void predict(std::int64_t batch, std::int64_t context_tokens, std::int64_t phase,
                std::span<double> beside_us, std::span<double> solo_us) const;
-  // Whether batch or context lie beyond what was profiled, or seen often enough since.
+  // Whether batch or context are beyond what was profiled, or seen often enough since.
   [[nodiscard]] bool extrapolates(std::int64_t batch, std::int64_t context_tokens) const;
   // Learns from a step beside a worker under `split`; returns the relative residual. A step alone
   // (split 0) says nothing of stage 2: its residual is returned and nothing moves. A step counts by

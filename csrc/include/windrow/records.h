@@ -28,7 +28,7 @@ using Estimates = std::array<std::int64_t, kLevelsMax>;
   X(waited_us)                 \
   X(heartbeat_ns)
 
-// `estimates_us` stands between these two lists: it has one word for each level.
+// `estimates_us` is between these two lists: it has one word for each level.
 #define WINDROW_OFFER_FIELDS_BEFORE_ESTIMATES(X) \
   X(job_epoch)                                   \
   X(tasklet_id)                                  \

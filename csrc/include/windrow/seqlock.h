@@ -74,7 +74,7 @@ class Seqlock {
 
   // Sleeps until the sequence differs from `seen`, the deadline passes or a signal comes.
   // `awaited_` names the publication that a sleeper waits for and only grows, so that publishing
-  // costs no system call when nobody sleeps, and a sleeper that was killed costs one at most.
+  // costs no system call when no thread sleeps, and a sleeper that was killed costs one at most.
   Woken wait(std::uint64_t seen, std::int64_t deadline_ns) {
     if (sequence() != seen) {
       return Woken::kChangedOrWoken;

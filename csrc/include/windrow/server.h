@@ -18,11 +18,11 @@ namespace windrow {
 // lock while it sends and never touches Python. Only processes of the same user are answered.
 //
 // A peer's connection stays open as long as it is attached: the kernel closes it when the peer
-// dies, whatever killed it, and so peers() tells who is there. Public calls: any thread.
+// dies, whatever killed it, and so peers() lists the living. Public calls: any thread.
 class ArenaServer {
  public:
-  // Listens at once; throws AttachError. `control` and `blocks` are handed to whoever attaches,
-  // `named` to who asks by name.
+  // Listens at once; throws AttachError. `control` and `blocks` are handed to each process that
+  // attaches, `named` to who asks by name.
   ArenaServer(std::string path, const Geometry& geometry, OwnedFd control,
               std::vector<OwnedFd> blocks, std::map<std::string, SizedFd> named = {});
   ArenaServer(const ArenaServer&) = delete;
@@ -47,7 +47,7 @@ class ArenaServer {
   // Of the thread only, which alone adds and removes peers: what it returns stays where it is.
   Peer& peer_at(std::size_t index);
   void welcome();
-  // False: there is no room, and everybody there is attached.
+  // False: all places are taken, each by an attached peer.
   bool make_room();
   // False: hang up.
   bool answer(Peer& peer);

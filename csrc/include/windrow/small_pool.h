@@ -39,7 +39,7 @@ struct TraceStep {
 
 // A buddy allocator for everything below 2 MiB: leaves of 2 KiB, powers of two up to a whole block
 // (Harli's small pool). It never touches the memory that it hands out, which may be a device's: all
-// of its books lie beside it, 9 bytes a leaf.
+// of its books are beside it, 9 bytes a leaf.
 //
 // A freed piece first goes on a short list of its size, uncoalesced, from which the next request of
 // that size is served (the common case of a training step: the same sizes again and again). Lists
@@ -48,7 +48,7 @@ struct TraceStep {
 // Thread: one at a time. Errors: as each call says; a call that throws has changed nothing.
 class SmallPool {
  public:
-  // Blocks of `source` lie at or above `base`; both outlive the pool, which returns every block on
+  // Blocks of `source` are at or above `base`; both outlive the pool, which returns every block on
   // destruction.
   SmallPool(BlockSource& source, std::byte* base) : source_(&source), base_(base) {}
   SmallPool(const SmallPool&) = delete;

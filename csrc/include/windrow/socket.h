@@ -48,7 +48,7 @@ static_assert(sizeof(Reply) == 344 && offsetof(Reply, layout_version) == 8);
 inline constexpr std::size_t kFdsPerMessage = 250;
 
 // Both send without SIGPIPE and never block; they throw AttachError. A request to a server that has
-// hung up is no error yet: its refusal may lie waiting.
+// hung up is not an error yet: its refusal may be waiting to be read.
 void send_request(int socket, const Request& request);
 void send_reply(int socket, const Reply& reply, const std::vector<int>& fds);
 
@@ -68,7 +68,7 @@ struct Received {
 [[nodiscard]] OwnedFd connect_to(const std::string& path, std::int64_t deadline_ns);
 
 // A listening socket at `path`, mode 0600. A socket file that a dead server left is replaced; a
-// live server, or a file that is no socket, is an AttachError.
+// live server, or a file that is not a socket, is an AttachError.
 [[nodiscard]] OwnedFd listen_on(const std::string& path);
 
 struct PeerIdentity {

@@ -19,7 +19,7 @@ void serve_device(int device, std::shared_ptr<DeviceAllocator> allocator);
 
 // What torch.cuda.memory.CUDAPluggableAllocator calls; `stream` is a cudaStream_t. No exception
 // leaves those that are noexcept: they say on stderr what went wrong, and windrow_last_error()
-// tells it to the thread that called.
+// reports it to the thread that called.
 extern "C" {
 
 // nullptr for 0 bytes and on every error.

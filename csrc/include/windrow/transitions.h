@@ -91,7 +91,7 @@ inline constexpr Legal kLegal = legal_moves();
 
 }  // namespace detail
 
-// False, too, for a state that is none: a garbled word never moves.
+// False also for an invalid state: a garbled word never moves.
 [[nodiscard]] constexpr bool is_legal(ChunkState from, ChunkState to, Side side) {
   const auto a = static_cast<std::size_t>(from);
   const auto b = static_cast<std::size_t>(to);
