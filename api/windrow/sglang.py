@@ -20,6 +20,7 @@ _BACKENDS = (
     *("torch_native", "triton", "flashinfer", "fa3"),
     *("trtllm_mha", "trtllm_mla", "dsa", "nsa"),
 )
+_DEVICES = ("cuda", "cpu")  # of "cuda" some are AMD's, which only the process can tell
 _HOST_TRANSFERS = ("mooncake", "fake")
 # Drafts with a KV pool of their own under the target's page numbers. NEXTN is EAGLE's other name.
 _DRAFTS = ("EAGLE", "EAGLE3", "NEXTN")
@@ -88,6 +89,12 @@ def check_arguments(args: Any) -> None:  # noqa: ANN401  SGLang's ServerArgs
             f"a {mode} instance has no decode steps to harvest beside",
             field="--disaggregation-mode",
             remedy="Run the sidecar in the decode instances.",
+        )
+    if (device := args.device or "cuda").partition(":")[0] not in _DEVICES:
+        raise UserError(
+            f"the plugin shares NVIDIA's GPUs and cores, not {device}",
+            field="--device",
+            remedy="Decode on one of those.",
         )
     if (tokens := args.page_size or 1) < 2:
         raise UserError(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 from windrow import sglang
@@ -19,11 +17,21 @@ from windrow_operator.command_line import (
     options_in,
     options_of,
 )
+from windrow_operator.engine_evidence import (
+    HELPERS,
+    MODE,
+    NO_SIGN,
+    SGLANG,
+    engine_of,
+    shown_by_image,
+    started,
+    started_by,
+)
+from windrow_operator.gpu_access import other_gpu
 
 Body = dict[str, Any]
 
 RUN_VOLUME = "windrow-run"  # a container that mounts it was prepared by us
-MODE = "--disaggregation-mode"
 MODEL_OPTIONS = ("--model-path", "--model")
 CHAT_TEMPLATE, CONFIG = "--chat-template", "--config"
 ANNOTATION_DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
@@ -121,73 +129,6 @@ def matching_rule(pod: Mapping[str, Any]) -> str:
 
 # --- which container decodes, with which engine ---------------------------------------------------
 
-SGLANG = "sglang"  # the name of every engine that Windrow can drive, the built-in one among them
-# What a command line starts: a program by its name, or a part of a module's.
-_ENGINES = {
-    "sglang": SGLANG,
-    "windrow": SGLANG,
-    "windrow_sidecar": SGLANG,
-    "vllm": "vllm",
-    "trtllm": "trtllm",
-    "trtllm-serve": "trtllm",
-    "tensorrt_llm": "tensorrt_llm",
-    "lmdeploy": "lmdeploy",
-    "tritonserver": "tritonserver",
-    "text-generation-launcher": "text-generation-inference",
-    "llama-server": "llama.cpp",
-    "llama_cpp": "llama.cpp",
-    "ollama": "ollama",
-    "lightllm": "lightllm",
-    "mindieservice_daemon": "mindie",
-    "mlc_llm": "mlc_llm",
-    "aphrodite": "aphrodite",
-    "ktransformers": "ktransformers",
-    "fastdeploy": "fastdeploy",
-    "mocker": "mocker",
-}
-_NAMES_ENGINE = re.compile("|".join(map(re.escape, _ENGINES)))
-_IN_IMAGES = {
-    "sglang": SGLANG,
-    "vllm": "vllm",
-    "tensorrtllm": "tensorrtllm",
-    "tensorrt-llm": "tensorrt-llm",
-    "trtllm": "trtllm",
-    "lmdeploy": "lmdeploy",
-    "tritonserver": "tritonserver",
-    "text-generation-inference": "text-generation-inference",
-    "llama.cpp": "llama.cpp",
-    "ollama": "ollama",
-    "lightllm": "lightllm",
-    "mindie": "mindie",
-    "fastdeploy": "fastdeploy",
-}
-# Of SGLang's package, but no server.
-_NO_SERVERS = (
-    *("bench", "check_env", "compile", "eval", "mini_lb", "profiler", "test", "version"),
-    "global_config",
-)
-# They name engines and start none of them.
-_NO_STARTERS = frozenset({"pip", "pip3", "uv", "apt", "apt-get", "echo", "printf", "cd", "curl"})
-_NO_STARTERS |= {
-    "wget",
-    "mkdir",
-    "cp",
-    "mv",
-    "ln",
-    "ls",
-    "cat",
-    "until",
-    "while",
-    "test",
-    "[",
-    "hf",
-}
-# Containers that stand beside an engine, by their names and those of their images.
-_HELPERS = re.compile(
-    r"proxy|envoy|mesh|linkerd|kuma|consul|vault|router|routing|gateway|sidecar|frontend|epp|dapr"
-    r"|fluent|filebeat|promtail|vector|otel|opentelemetry|jaeger|datadog|exporter|prometheus|nginx"
-    r"|patio|monitor|logs?(ger|ging)?$|logrotate|tailer"
-)
 _GPUS = re.compile(r"^(nvidia\.com/(gpu|mig-)|amd\.com/gpu|gpu\.intel\.com/|huawei\.com/)")
 
 
@@ -206,115 +147,18 @@ class Decoders:
     doubt: str = ""
 
 
-_NO_SIGN = "no sign of another one"
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """Engine that a container runs, and the evidence for it.
-
-    Attributes:
-        name: `sglang`, or that of one that Windrow cannot drive.
-        why: the evidence, in words.
-        doubt: how the evidence contradicts itself; empty: it does not.
-    """
-
-    name: str
-    why: str
-    doubt: str = ""
-
-
-def engine_of(container: Mapping[str, Any]) -> Engine:
-    """Return the engine of a container, by what it starts, then by its image."""
-    started, shown = _started(container), _shown_by_image(container)
-    image = str(container.get("image", ""))
-    if len(started) > 1:
-        names = " and ".join(sorted(started))
-        doubt = f"the command of container {container['name']} starts {names}"
-        return Engine(SGLANG if SGLANG in started else min(started), "its command", doubt)
-    if started:
-        (name,) = started
-        doubt = ""
-        if name == SGLANG and shown and SGLANG not in shown:
-            doubt = (
-                f"the command of container {container['name']} starts sglang, and its image "
-                f"{image} is one of {min(shown)}"
-            )
-        return Engine(name, "its command", doubt)
-    if shown:
-        return Engine(SGLANG if SGLANG in shown else min(shown), f"its image {image}")
-    if option_of(container, MODE):
-        return Engine(SGLANG, f"the option {MODE}")
-    return Engine(SGLANG, _NO_SIGN)
-
-
-def shows_engine(container: Mapping[str, Any]) -> bool:
-    """Return whether a container shows by command, image or option which engine it runs."""
-    return engine_of(container).why != _NO_SIGN
-
-
-def other_engine(container: Mapping[str, Any]) -> str:
-    """Return the name of an engine that Windrow cannot drive; empty: none is recognised."""
-    name = engine_of(container).name
-    return "" if name == SGLANG else name
-
-
-def _started(container: Mapping[str, Any]) -> frozenset[str]:
-    return _started_by_any(tuple(map(tuple, commands_of(container))))
-
-
-@lru_cache(maxsize=128)
-def _started_by_any(commands: tuple[tuple[str, ...], ...]) -> frozenset[str]:
-    return frozenset(engine for command in commands for engine in _started_by(command))
-
-
-def _started_by(command: Sequence[str]) -> frozenset[str]:
-    """Return the engine that a command starts: what follows its name is its own, a model's path."""
-    if not _NAMES_ENGINE.search("\n".join(command)):
-        return frozenset()
-    words = [word for word in command if "=" not in word or word.startswith("-")]
-    if not words or words[0].rpartition("/")[2] in _NO_STARTERS:
-        return frozenset()
-    for (before, word), following in zip(pairwise(["", *words]), [*words[1:], ""], strict=True):
-        if before.startswith("-") and before not in ("-m", "--"):
-            continue
-        if before == "-m":
-            parts = word.split(".")
-        elif word.endswith(".py"):
-            parts = word.removesuffix(".py").split("/")[-2:]
-        else:
-            parts = [word.rpartition("/")[2]]
-        if any(part.startswith(_NO_SERVERS) for part in parts):
-            continue
-        if found := {_ENGINES[part] for part in parts if part in _ENGINES}:
-            return frozenset() if following.startswith(_NO_SERVERS) else frozenset(found)
-    return frozenset()
-
-
 def _serving(container: Mapping[str, Any]) -> list[list[str]]:
     """Return the commands that start SGLang; all of them, where none shows that it does.
 
     A script may do more: fetch the model, or send a server its first requests.
     """
     commands = commands_of(container)
-    return [command for command in commands if SGLANG in _started_by(command)] or commands
+    return [command for command in commands if SGLANG in started_by(command)] or commands
 
 
 def serving_option(container: Mapping[str, Any], *names: str) -> str:
     """Return the value of a server's option as it is written, open or not; empty: it has none."""
     return (options_in(_serving(container), *names) or [""])[-1]
-
-
-def _shown_by_image(container: Mapping[str, Any]) -> frozenset[str]:
-    repository = str(container.get("image", "")).partition("@")[0]
-    path, _, name = repository.rpartition("/")
-    name, _, tag = name.partition(":")
-    if _HELPERS.search(name):
-        return frozenset()
-    for text in (name, path, tag):
-        if found := {engine for word, engine in _IN_IMAGES.items() if word in text}:
-            return frozenset(found)
-    return frozenset()
 
 
 def find_decoders(pod: Mapping[str, Any]) -> Decoders:
@@ -366,8 +210,8 @@ def _by_signs(pod: Mapping[str, Any], engines: list[Body]) -> Decoders:
     named = _default_container(pod)
     by_name = [container for container in engines if container["name"] == named]
     signs = {
-        "its command": [c for c in engines if _started(c)],
-        "its image": [c for c in engines if _shown_by_image(c)],
+        "its command": [c for c in engines if started(c)],
+        "its image": [c for c in engines if shown_by_image(c)],
         "its GPU": [c for c in engines if _has_gpu(c)],
     }
     if by_name:
@@ -395,15 +239,15 @@ def _by_signs(pod: Mapping[str, Any], engines: list[Body]) -> Decoders:
 
 
 def _starts_decode(container: Mapping[str, Any]) -> bool:
-    return SGLANG in _started(container) and set(options_of(container, MODE)) != {"prefill"}
+    return SGLANG in started(container) and set(options_of(container, MODE)) != {"prefill"}
 
 
 def _is_helper(container: Mapping[str, Any]) -> bool:
-    if _started(container) or _has_gpu(container):
+    if started(container) or _has_gpu(container):
         return False
     image = str(container.get("image", "")).partition("@")[0].rpartition("/")[2].partition(":")[0]
     programs = [command[0].rpartition("/")[2] for command in commands_of(container)]
-    return any(_HELPERS.search(text) for text in (str(container["name"]), image, *programs))
+    return any(HELPERS.search(text) for text in (str(container["name"]), image, *programs))
 
 
 def _has_gpu(container: Mapping[str, Any]) -> bool:
@@ -426,8 +270,10 @@ def harvest_refusal(container: Mapping[str, Any]) -> str:
     engine = engine_of(container)
     words = [word for command in _serving(container) for word in command]
     ours = any(word.startswith("windrow_sidecar") for word in words)
-    if engine.name != SGLANG or engine.why == _NO_SIGN or ours:
+    if engine.name != SGLANG or engine.why == NO_SIGN or ours:
         return ""
+    if other := other_gpu(container):
+        return f"{other} is not a GPU that workers can use. Decode on NVIDIA's, or on cores."
     set_to = {str(e.get("name")): e.get("value") for e in container.get("env") or ()}
     insisted = set_to.get(sglang.ENV_UNTESTED) == "1"
     return sglang.refusal(words, str(container.get("image", "")), insisted=insisted)
@@ -486,7 +332,7 @@ def _started_in(container: Mapping[str, Any]) -> str:
     """Return the folder in which a container's server starts; empty: the image says it."""
     folder = str(container.get("workingDir") or "")
     for command in commands_of(container):
-        if SGLANG in _started_by(command):
+        if SGLANG in started_by(command):
             break
         if command[0] == "cd" and len(command) > 1:
             folder = "" if is_open(command[1]) else posixpath.join(folder, command[1])

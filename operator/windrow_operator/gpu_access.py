@@ -25,6 +25,8 @@ PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
 _VISIBILITY = (VISIBLE, CUDA_VISIBLE, CAPABILITIES)
 # Extended resources that are GPUs or slices of them: nvidia.com/gpu, nvidia.com/mig-1g.10gb.
 _GPU_RESOURCES = ("nvidia.com/gpu", "nvidia.com/mig-")
+# GPUs and accelerators of other makers, which no worker can use.
+_OTHERS = ("amd.com/gpu", "gpu.intel.com/", "huawei.com/", "habana.ai/", "aws.amazon.com/neuron")
 _NO_DEVICE = frozenset({"", "void", "none"})
 
 
@@ -113,7 +115,15 @@ def _best(decoder: Mapping[str, Any], asked: SidecarSpec, sharing: SharingMode) 
             lacks="the sidecar sees that GPU only where its image or the node's container runtime "
             "shows it: on nodes of one tenant let the policy say sidecar.gpuAccess: env",
         )
+    if other := other_gpu(decoder):
+        return GpuAccess("none", f"container {name} has {other}, and workers use NVIDIA's GPUs")
     return GpuAccess("none", f"container {name} asks for no GPU")
+
+
+def other_gpu(decoder: Mapping[str, Any]) -> str:
+    """Return the resource by which a container has another maker's GPU; empty: it has none."""
+    limits = (decoder.get("resources") or {}).get("limits") or {}
+    return next((str(name) for name in limits if str(name).startswith(_OTHERS)), "")
 
 
 def _by_claims(decoder: Mapping[str, Any], asked: SidecarSpec) -> GpuAccess:

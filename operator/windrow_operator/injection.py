@@ -28,18 +28,17 @@ from windrow_operator.decode_pods import (
     MODEL_OPTIONS,
     REQUESTED,
     RUN_VOLUME,
-    SGLANG,
     annotations_of,
     containers_of,
     decoder_of,
     decoders_of,
-    engine_of,
     find_decoders,
     matching_rule,
     model_of,
     part_in_doubt,
     serving_option,
 )
+from windrow_operator.engine_evidence import SGLANG, engine_of
 from windrow_operator.gpu_access import GpuAccess, as_one, choose_access
 from windrow_operator.model import Refusal
 from windrow_operator.surroundings import Surroundings, is_of_modelscope, surroundings_of

@@ -10,14 +10,8 @@ from typing import Any, Final
 
 from windrow.conditions import get_condition
 from windrow_operator.command_line import is_open, option_of
-from windrow_operator.decode_pods import (
-    MODE,
-    matching_rule,
-    model_of,
-    other_engine,
-    serving_container,
-    serving_option,
-)
+from windrow_operator.decode_pods import matching_rule, model_of, serving_container, serving_option
+from windrow_operator.engine_evidence import MODE, other_engine
 from windrow_operator.model import Job, key_of
 from windrow_operator.planning import same_model
 

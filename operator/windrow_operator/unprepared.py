@@ -14,14 +14,8 @@ from typing import Any, Final
 from windrow.crd import LABEL_DECODE, LABEL_INJECT
 from windrow_operator import policies
 from windrow_operator.command_line import option_of
-from windrow_operator.decode_pods import (
-    MODE,
-    SGLANG,
-    containers_of,
-    engine_of,
-    matching_rule,
-    shows_engine,
-)
+from windrow_operator.decode_pods import containers_of, matching_rule
+from windrow_operator.engine_evidence import MODE, SGLANG, engine_of, shows_engine
 from windrow_operator.model import CheckedPolicy
 from windrow_operator.pods import pod_of
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 from windrow.errors import UserError
 from windrow.rows import DatasetRecord, row_of
 from windrow_sidecar.engines.builtin.web.front import load_tokenizer
-from windrow_sidecar.finetune.data import conversation
+from windrow_sidecar.finetune.data import rendering
 from windrow_sidecar.finetune.data.conversation import Conversations
 from windrow_sidecar.finetune.data.tokenizer_files import read_tokenizer
 from windrow_sidecar.finetune.data.tokens import RowTokenizer, stop_tokens
@@ -298,7 +298,8 @@ def test_what_a_template_cannot_get_is_the_rows_mistake(fields, problem):
     "template",
     [
         "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
-        "{% if messages | length < 2 %}{{ raise_exception('no') }}{% endif %}xyz",
+        "{% if messages | length < 2 %}{{ raise_exception('no') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
     ],
 )
 def test_a_conversation_whose_answers_cannot_be_told_apart_is_refused(template):
@@ -314,7 +315,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 @pytest.mark.parametrize("mark", ["", "{% generation %}{% endgeneration %}"])
 def test_a_template_that_loops_without_end_is_ended(monkeypatch, mark):
-    monkeypatch.setattr(conversation, "_RENDER_CPU_S", 0.2)
+    monkeypatch.setattr(rendering, "_RENDER_CPU_S", 0.2)
     tokenizer = letters()
     tokenizer.chat_template = mark + ENDLESS
     with pytest.raises(UserError, match=r"rows.jsonl:1: the chat template computes for more than"):
@@ -567,6 +568,40 @@ def test_an_answer_of_which_the_template_writes_nothing_is_refused():
     )
     with pytest.raises(UserError, match=r"rows.jsonl:1: .* writes nothing of messages\[1\]"):
         spoken(parts, FIRST)
+
+
+@pytest.mark.parametrize("learn_all", [False, True])
+def test_a_template_with_marks_that_writes_nothing_of_an_answer_is_refused(learn_all):
+    parts = (
+        "{% for m in messages %}<|{{ m.role }}|>{% generation %}{% for part in m.content %}"
+        "{{ part.text }}{% endfor %}</s>{% endgeneration %}{% endfor %}"
+    )
+    with pytest.raises(UserError, match=r"rows.jsonl:1: .* writes nothing of messages\[1\]"):
+        spoken(parts, FIRST, learn_all=learn_all)
+
+
+CALLED = (*FIRST, ("tool", "4711"), ("assistant", "Rome it is"))
+# Command A's form: it writes nothing of a tool's turn, and a question behind each text.
+DEAF = (
+    "{% for m in messages if m.role != 'tool' %}<|turn|><|{{ m.role }}|>{{ m.content }}</s>"
+    "{% endfor %}<|turn|><|assistant|>"
+)
+
+
+def test_turns_of_which_the_template_writes_nothing_are_told_and_teach_no_question():
+    found, notes = spoken(DEAF, CALLED, specials=("<|turn|>", "<|user|>", "<|assistant|>"))
+    assert found == ["Hello Paris</s>", "Rome it is</s>"]
+    assert "turns are not in the text: the model's chat template writes nothing of them" in notes
+    assert "rows.jsonl:1" in notes
+    assert "not in the text" not in spoken(EACH + ASKED + "{% endif %}", CALLED)[1]
+
+
+def test_thoughts_that_the_template_leaves_out_are_told():
+    thought = (("user", "Greet Paris"), ("assistant", "<think>\nIn French?\n</think>\n\nSalut"))
+    cuts = EACH.replace("m.content", "m.content.split('</think>')[-1]") + ASKED + "{% endif %}"
+    assert "answers are learnt without a part" in spoken(cuts, thought)[1]
+    moves = EACH.replace("m.content", "m.content.replace('\n', '')") + ASKED + "{% endif %}"
+    assert "without a part" not in spoken(moves, thought)[1]
 
 
 def test_where_asking_and_writing_differ_the_difference_is_shown():

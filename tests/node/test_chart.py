@@ -159,6 +159,16 @@ def test_an_alert_links_to_its_runbook_where_they_are_served_and_nowhere_else(no
     assert "/metrics/runbooks" in refused.stderr
 
 
+def test_monitors_and_rules_have_the_labels_by_which_a_prometheus_selects_them(node):
+    """kube-prometheus-stack takes up what has the name of its own release, and nothing else."""
+    every = ("--set", "metrics.rules=true,metrics.podMonitor=true")
+    selected = ("--set", "metrics.labels.release=kube-prometheus-stack")
+    for more, release in (((), None), (selected, "kube-prometheus-stack")):
+        found = [o for o in objects(node, *every, *more) if "monitoring" in o["apiVersion"]]
+        assert len(found) == 3
+        assert {o["metadata"]["labels"].get("release") for o in found} == {release}
+
+
 def test_its_definitions_are_the_projects_and_stay_on_uninstall(node):
     found = {
         body["metadata"]["name"]: body

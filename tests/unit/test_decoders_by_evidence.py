@@ -10,13 +10,13 @@ from windrow.crd.harvestpolicy import SidecarSpec
 from windrow_operator.command_line import option_of
 from windrow_operator.decode_pods import (
     decoder_of,
-    engine_of,
     find_decoders,
     harvest_refusal,
     matching_rule,
     model_of,
     serving_container,
 )
+from windrow_operator.engine_evidence import engine_of
 from windrow_operator.injection import PodNamespace, SidecarTemplate, inject
 from windrow_operator.model import Refusal
 
@@ -65,6 +65,45 @@ def test_another_engine_is_left_alone_though_its_option_says_decode(engine, comm
         body["metadata"]["labels"] = ROLE
     with pytest.raises(Refusal, match=rf"with {re.escape(engine)}, which Windrow cannot drive"):
         prepared(body)
+
+
+VLLM_ENV = [{"name": "VLLM_NIXL_SIDE_CHANNEL_HOST", "value": "1"}]
+
+
+@pytest.mark.parametrize(
+    ("engine", "shown"),
+    [
+        ("vllm", {"env": VLLM_ENV}),
+        ("vllm", {"image": "ghcr.io/llm-d/llm-d-xpu:latest", "args": ["--port", "8000"]}),
+        ("vllm", {"name": "vllm", "args": ["--model", "random"]}),
+        ("trtllm", {"env": [{"name": "TRTLLM_ENABLE_PDL", "value": "1"}]}),
+    ],
+)
+def test_an_engine_is_known_by_what_its_container_is_set_up_for(engine, shown):
+    """A controller writes the command later, or the image has it."""
+    named = container(**{"resources": GPU, **shown})
+    with pytest.raises(Refusal, match=f"with {engine}, which Windrow cannot drive"):
+        prepared(pod(named))
+    assert engine_of({**named, "command": SGLANG, "image": "rt"}).name == "sglang"
+    assert engine_of({**named, "image": "lmsysorg/sglang:v0.5.23"}).name == "sglang"
+
+
+def test_variables_of_both_engines_are_those_of_sglang():
+    both = container(env=[*VLLM_ENV, {"name": "SGLANG_GRPC_PORT", "value": "1"}])
+    assert engine_of(both).name == "sglang"
+
+
+def test_a_placeholder_decodes_nothing():
+    with pytest.raises(Refusal, match="main decode nothing"):
+        prepared(pod(container(image="registry.k8s.io/pause:3.9")))
+
+
+@pytest.mark.parametrize("resource", ["gpu.intel.com/xe", "amd.com/gpu", "huawei.com/Ascend910"])
+def test_a_gpu_of_another_maker_is_said(resource):
+    other = container(command=SGLANG, args=[*DECODE, "--page-size", "64"])
+    other["resources"] = {"limits": {resource: "1"}}
+    assert f"container main has {resource}" in prepared(pod(other)).gpu.why
+    assert resource in harvest_refusal(other)
 
 
 @pytest.mark.parametrize(

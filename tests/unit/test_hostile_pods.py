@@ -8,7 +8,8 @@ import shlex
 import pytest
 
 from windrow_operator.command_line import commands_of, expanded, variables_of
-from windrow_operator.decode_pods import find_decoders, model_of, other_engine
+from windrow_operator.decode_pods import find_decoders, model_of
+from windrow_operator.engine_evidence import other_engine
 from windrow_operator.shell_words import shell_words
 
 # Linux starts no program with more (a quarter of a stack of 8 MiB).

@@ -8,13 +8,8 @@ import pytest
 from decode_pods import DECODE_PODS, OTHER_ENGINES
 
 from windrow.crd.harvestpolicy import SidecarSpec
-from windrow_operator.decode_pods import (
-    decoder_of,
-    decoders_of,
-    matching_rule,
-    other_engine,
-    served_model,
-)
+from windrow_operator.decode_pods import decoder_of, decoders_of, matching_rule, served_model
+from windrow_operator.engine_evidence import other_engine
 from windrow_operator.injection import (
     PodNamespace,
     SidecarTemplate,

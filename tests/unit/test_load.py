@@ -264,7 +264,25 @@ def times_of(tmp_path, *written: str) -> list[float]:
         ("1715472000123", "1715472005123"),
         ("1715472000123456", "1715472005123456"),
         ("2024-05-12 00:00:00 UTC", "2024-05-12 00:00:05 UTC"),
+        ("2024-05-12 00:00:00.5 +0000 UTC", "2024-05-12 00:00:05.5 +0000 UTC"),
+        ("2024-05-12t00:00:00z", "2024-05-12t00:00:05z"),
+        ("2024/05/12 00:00:00", "2024/05/12 00:00:05"),
+        ("20240512000000", "20240512000005"),
+        ("20240512000000250", "20240512000005250"),
+        ("2016-12-31 23:59:55Z", "2016-12-31T23:59:60.7Z"),
     ],
 )
 def test_times_of_a_trace_are_read_with_their_offsets_and_fractions(tmp_path, written):
     assert times_of(tmp_path, *written) == pytest.approx([0.0, 5.0])
+
+
+def test_a_leap_second_runs_into_the_next_second(tmp_path):
+    written = ("2016-12-31T23:59:59.5Z", "2016-12-31T23:59:60.5Z", "2017-01-01T00:00:00Z")
+    assert times_of(tmp_path, *written) == pytest.approx([0.0, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("written", ["17154720001", "11/16/2023 18:15:46", "1.7e9"])
+def test_a_time_of_another_form_is_named(tmp_path, written):
+    with pytest.raises(UserError, match="is not a time as ISO 8601 writes it") as refused:
+        times_of(tmp_path, written)
+    assert refused.value.field.endswith("trace.csv:2")

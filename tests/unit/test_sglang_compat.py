@@ -63,6 +63,7 @@ def test_a_plain_decode_server_is_taken():
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"cpu_offload_gb": 8}, "--cpu-offload-gb"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+        ({"device": "xpu"}, "--device"),
         (
             {"device": "cpu", "disaggregation_transfer_backend": "nixl"},
             "--disaggregation-transfer-backend",
@@ -186,6 +187,8 @@ PLAIN = [
         (["--enable-hierarchical-cache", "--port", "80"], OFFICIAL, "--enable-hierarchical-cache"),
         (["--attention-backend", "flashmla"], OFFICIAL, "--attention-backend"),
         (["--page-size", "1"], OFFICIAL, "--page-size"),
+        (["--device", "npu"], "ours:1", "NVIDIA's GPUs and cores, not npu"),
+        (["--device", "cuda:0"], OFFICIAL, ""),
     ],
 )
 def test_a_manifest_is_refused_for_what_the_plugin_would_refuse(words, image, said):

@@ -25,8 +25,15 @@ BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 # A silence so much longer than the mean distance of two arrivals is a hole in the recording and no
 # traffic: the longest of the Azure traces are 112 (conversation) and 166 (code) distances long.
 HOLE_FACTOR = 1000.0
-_SINCE_EPOCH = re.compile(r"\d{9,19}(\.\d*)?")
+# Seconds since the epoch, and thousandths, millionths and billionths: of 9 and 10 digits and so on,
+# from 1973 to 2286.
+_SINCE_EPOCH = re.compile(r"(\d{9,10}|\d{12,13}|\d{15,16}|\d{18,19})(\.\d*)?")
+# A date and a time without marks between them, which are as many digits as no number above has.
+_RUN_TOGETHER = re.compile(r"((?:19|20)\d{6})(\d{6})(\d{3})?")
 _UTC = re.compile(r"\s*(UTC|GMT)$")
+_OFFSET_AND_UTC = re.compile(r"\s*([+-]\d\d:?\d\d)\s+UTC$")  # as Go writes a time
+_SLASHES = re.compile(r"^(\d{4})/(\d\d)/(\d\d)")
+_LEAP = re.compile(r"(:\d\d:)60(?!\d)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +123,8 @@ def _rows(path: Path, table: csv.DictReader[str]) -> Iterator[TraceRequest]:
             raise UserError(
                 f"its time {at} is before that of the line above",
                 field=where,
-                remedy="Sort the file by its times.",
+                remedy="Sort the file by its times; write the offset of local times where summer "
+                "time ends.",
             )
         before_s = request.at_s
         if request.output_tokens > 0 and request.prompt_tokens > 0:
@@ -153,14 +161,30 @@ def _format(
 def _azure_seconds(text: str) -> float:
     """Return a time in seconds; without an offset it is UTC, a plain number is since the epoch.
 
-    Loggers write ISO 8601 with any number of digits of a second, `Z`, an offset, or the word UTC.
+    Loggers write ISO 8601 with any number of digits of a second, `Z`, an offset, or the word UTC;
+    some a leap second as the sixtieth, slashes in the date, or no marks at all.
+
+    Raises:
+        ValueError: it is none of these.
     """
-    if _SINCE_EPOCH.fullmatch(text.strip()):
-        number = float(text)
+    written, text = text.strip(), text.strip().upper()
+    if _SINCE_EPOCH.fullmatch(text):
         # Of ten digits are seconds until the year 2286, and of 13, 16 and 19 their parts.
-        return number / 1000.0 ** max(0, (len(text.strip().partition(".")[0]) - 8) // 3)
-    at = datetime.fromisoformat(_UTC.sub("+00:00", text.strip()))
-    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+        return float(text) / 1000.0 ** max(0, (len(text.partition(".")[0]) - 8) // 3)
+    if marks := _RUN_TOGETHER.fullmatch(text):
+        text = f"{marks[1]}T{marks[2]}.{marks[3] or 0}"
+    text = _OFFSET_AND_UTC.sub(r"\1", _SLASHES.sub(r"\1-\2-\3", text))
+    text, leap = _LEAP.subn(r"\g<1>59", _UTC.sub("+00:00", text))
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{written!r} is not a time as ISO 8601 writes it, nor one since the epoch ({error})"
+        ) from error
+    if leap:
+        # Clocks of computers have no such second: it is all one with the next one's begin.
+        at = at.replace(microsecond=0)
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() + leap
 
 
 def paced(requests: list[TraceRequest], *, per_second: float, seconds: float) -> list[TraceRequest]:

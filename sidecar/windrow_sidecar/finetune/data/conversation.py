@@ -7,16 +7,16 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
-from windrow.rows import MOST_ROW_BYTES, DatasetRow, Fields, bad_row
-from windrow_sidecar.finetune.data.cpu_limit import ComputesTooLong, cpu_limit
+from windrow.rows import DatasetRow, Fields, bad_row
 from windrow_sidecar.finetune.data.encoding import Rendered
+from windrow_sidecar.finetune.data.rendering import bounded, rendering, sized
 
 # By which a template says itself what the assistant says.
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -24,8 +24,6 @@ _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 # What a template may read that is not the job's: the time, and random numbers.
 _CLOCK = "strftime_now"
 _CHANCE = re.compile(r"\|\s*random\b|\blipsum\s*\(")
-# Of one row; templates of real models take milliseconds for the longest.
-_RENDER_CPU_S = 10.0
 # Characters of a text that an error shows.
 _SHOWN = 60
 
@@ -54,6 +52,9 @@ class Conversations:
         self.rewritten, self.first_rewritten = 0, ""
         # Answers that the template writes otherwise than it asks for them, and the first such row.
         self.unasked, self.first_unasked = 0, ""
+        # Turns of others and parts of answers that the template leaves out, and the first such row.
+        self.unwritten, self.first_unwritten = 0, ""
+        self.shortened, self.first_shortened = 0, ""
         self.unread: Counter[str] = Counter()  # rows with a field of which the text has nothing
         self.dates: set[str] = set()  # what templates made of the time
         # Whether an earlier version made other tokens of a row, and in which way.
@@ -87,6 +88,7 @@ class Conversations:
             return self._behind_prompt(row)
         if self._learn_all:
             text = self._text(row, row.turns)
+            self._check_written(row, row.turns, text)
             return Rendered(text, ((0, len(text)),), special=False)
         roles = [turn["role"] for turn in row.turns]
         turns = row.turns[: len(roles) - roles[::-1].index("assistant")]
@@ -99,6 +101,7 @@ class Conversations:
         """Learn all that follows the prompt of a row, as TRL does of a preferred answer."""
         prompt = self._text(row, row.turns[: row.prompt_turns], prompt=True)
         whole = self._text(row, row.turns)
+        self._check_written(row, row.turns, whole)
         if not whole.startswith(prompt):
             raise bad_row(
                 row.where,
@@ -144,7 +147,7 @@ class Conversations:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with _bounded(row), _rendering(row), self._of_the_job(row):
+        with bounded(row), rendering(row), self._of_the_job(row):
             (text,), (marks,) = render_jinja_template(
                 conversations=[list(turns)],
                 tools=row.tools,
@@ -152,12 +155,14 @@ class Conversations:
                 return_assistant_tokens_mask=True,
                 **{**self._tokenizer.special_tokens_map, **row.template_settings},
             )
+        self._check_written(row, turns, text)
         learnt = tuple((begin, end) for begin, end in marks if begin < end)
-        return Rendered(_sized(text, row), learnt, special=False, touched=True)
+        return Rendered(sized(text, row), learnt, special=False, touched=True)
 
     def _told_apart(self, row: DatasetRow, turns: tuple[Fields, ...]) -> Rendered:
         """Learn each answer in the form in which the model would be asked for it."""
         whole = self._text(row, turns)
+        self._check_written(row, turns, whole, answers=False)
         learnt: list[tuple[int, int]] = []
         why = ""
         for i, turn in enumerate(turns):
@@ -173,16 +178,13 @@ class Conversations:
                 continue
             said = _end_of_content(answered, len(prompt), turn["content"])
             if said is None:
-                raise bad_row(
-                    row.where,
-                    f"the model's chat template writes nothing of messages[{i}], which the "
-                    "assistant says",
-                    "Use a template that takes `content` as text, or render the rows yourself and "
-                    "set spec.dataset.format to completion.",
-                )
-            end = len(answered)
-            if i + 1 == len(turns):
-                end = self._end_of_last(row, turns, answered, said)
+                raise _nothing_of(row, i)
+            self._note_shortened(row, turn["content"], answered[len(prompt) :])
+            end, last = len(answered), i + 1 == len(turns)
+            if not last and self._leaves_out(row, turns[: i + 2], answered):
+                last = whole.startswith(answered)
+            if last:
+                end = self._end_of_last(row, turns[: i + 1], answered, said)
             elif whole.startswith(answered):
                 end += self._stop_at(whole, end, said)
             else:
@@ -203,6 +205,49 @@ class Conversations:
                 "set spec.dataset.format to completion.",
             )
         return Rendered(whole, tuple(learnt), special=False)
+
+    def _check_written(
+        self, row: DatasetRow, turns: tuple[Fields, ...], text: str, *, answers: bool = True
+    ) -> None:
+        """Count turns of which a template writes nothing; a part of an answer is counted, too.
+
+        Args:
+            row: the row.
+            turns: its turns, or the first of them.
+            text: what the template makes of them.
+            answers: whether to look at those of the assistant.
+
+        Raises:
+            UserError: it writes nothing of an answer.
+        """
+        for i, turn in enumerate(turns):
+            answer = turn["role"] == "assistant"
+            if (answer and not answers) or not turn["content"].strip():
+                continue
+            if _end_of_content(text, 0, turn["content"]) is None:
+                if answer:
+                    raise _nothing_of(row, i)
+                self.unwritten += 1
+                self.first_unwritten = self.first_unwritten or row.where
+            elif answer:
+                self._note_shortened(row, turn["content"], text)
+
+    def _leaves_out(self, row: DatasetRow, turns: tuple[Fields, ...], before: str) -> bool:
+        """Return whether a template writes nothing of the last turn, another one than a user's.
+
+        `before` is the text without that turn. A question may follow the answer in it.
+        """
+        if turns[-1]["role"] == "user" or self._text(row, turns) != before:
+            return False
+        self.unwritten += 1
+        self.first_unwritten = self.first_unwritten or row.where
+        return True
+
+    def _note_shortened(self, row: DatasetRow, content: str, written: str) -> None:
+        """Count an answer that lacks words: templates leave out what was thought."""
+        if content.strip() not in written and _words(content) - _words(written) - {"think"}:
+            self.shortened += 1
+            self.first_shortened = self.first_shortened or row.where
 
     def _end_of_turn(self, answered: str, other: str, said: int) -> int | None:
         """Return where a turn ends that two texts hold, and behind which each goes on its own way.
@@ -258,10 +303,14 @@ class Conversations:
         """Return where the last answer ends: before a question that nobody has asked for."""
         if self._goes_on:
             return len(whole)
-        try:
-            longer = self._text(row, (*turns, turns[-2]))
-        except UserError:
-            return len(whole)  # the template wants another turn there
+        longer = whole
+        for turn in (turns[-2], *(each for each in turns if each["role"] == "user")):
+            with suppress(UserError):  # the template wants another turn there
+                longer = self._text(row, (*turns, turn))
+            if longer != whole:  # else it writes nothing of such a turn
+                break
+        else:
+            return len(whole)
         if longer.startswith(whole):
             # So it is with all rows of this template, or with none.
             self._goes_on = self._goes_on is None
@@ -275,7 +324,7 @@ class Conversations:
         return end
 
     def _text(self, row: DatasetRow, turns: tuple[Fields, ...], *, prompt: bool = False) -> str:
-        with _bounded(row), _rendering(row), self._of_the_job(row):
+        with bounded(row), rendering(row), self._of_the_job(row):
             text = self._tokenizer.apply_chat_template(
                 list(turns),
                 tools=row.tools,
@@ -283,7 +332,7 @@ class Conversations:
                 add_generation_prompt=prompt,
                 **row.template_settings,
             )
-        return _sized(str(text), row)
+        return sized(str(text), row)
 
     @contextmanager
     def _of_the_job(self, row: DatasetRow) -> Iterator[None]:
@@ -317,6 +366,19 @@ def _tokens_of(tokenizer: Any) -> set[str]:  # noqa: ANN401
     """Return the texts that a tokenizer takes for one token wherever they stand."""
     added = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
     return {token for token in added | set(tokenizer.all_special_tokens) if len(token) > 1}
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
+
+
+def _nothing_of(row: DatasetRow, place: int) -> UserError:
+    return bad_row(
+        row.where,
+        f"the model's chat template writes nothing of messages[{place}], which the assistant says",
+        "Use a template that takes `content` as text, or render the rows yourself and set "
+        "spec.dataset.format to completion.",
+    )
 
 
 def _end_of_content(text: str, begin: int, content: str) -> int | None:
@@ -372,69 +434,3 @@ def _without(row: DatasetRow, name: str) -> DatasetRow:
         tools=None if name == "tools" else row.tools,
         template_settings=left(row.template_settings),
     )
-
-
-@contextmanager
-def _bounded(row: DatasetRow) -> Iterator[None]:
-    """Hold while a template renders a row: one that loops without end is ended.
-
-    Raises:
-        UserError: it was.
-    """
-    try:
-        with cpu_limit(_RENDER_CPU_S):
-            yield
-    except ComputesTooLong:
-        raise bad_row(
-            row.where,
-            f"the chat template computes for more than {_RENDER_CPU_S:g} s",
-            "Use a template whose loops end.",
-        ) from None
-
-
-def _sized(text: str, row: DatasetRow) -> str:
-    """Return what a template has made of a row, which no model takes beyond a length."""
-    if len(text) > MOST_ROW_BYTES:
-        raise bad_row(
-            row.where,
-            f"the chat template makes more than {MOST_ROW_BYTES >> 20} MiB of it",
-            "Use a template that writes the row and no more.",
-        )
-    return text
-
-
-@contextmanager
-def _rendering(row: DatasetRow) -> Iterator[None]:
-    """Hold while a template renders a row; it is a program, and the row what it may fail over.
-
-    Raises:
-        UserError: it failed; `field` is the row's place, or the model's where no row could do.
-    """
-    from jinja2.exceptions import TemplateError, TemplateSyntaxError, UndefinedError
-
-    try:
-        yield
-    except TemplateSyntaxError as error:
-        raise UserError(
-            f"the model's chat template cannot be compiled: {error.message} (line {error.lineno})",
-            field="spec.model.name",
-            remedy="Correct chat_template.jinja, or `chat_template` of tokenizer_config.json, in "
-            "the model's folder; or use rows of another format.",
-            reason=Reason.MODEL_UNSUPPORTED,
-        ) from error
-    except UndefinedError as error:
-        raise bad_row(
-            row.where,
-            f"the model's chat template refuses the turns: {error}",
-            "Write what it asks for into the row's turns or `chat_template_kwargs`, or correct the "
-            "template.",
-        ) from error
-    except (
-        *(TemplateError, TypeError, ValueError, LookupError),
-        *(ArithmeticError, AttributeError, RecursionError),
-    ) as error:
-        raise bad_row(
-            row.where,
-            f"the model's chat template refuses the turns: {error}",
-            "Write the turns, and their order, as the template wants them.",
-        ) from error

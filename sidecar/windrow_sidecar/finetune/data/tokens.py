@@ -134,6 +134,17 @@ class RowTokenizer:
                 f"fields of chat rows that the model's chat template does not write: {named}; "
                 "nothing follows from them"
             )
+        if self._conversations.unwritten:
+            yield (
+                f"{self._conversations.unwritten} turns are not in the text: the model's chat "
+                f"template writes nothing of them (first in {self._conversations.first_unwritten})"
+            )
+        if self._conversations.shortened:
+            yield (
+                f"{self._conversations.shortened} answers are learnt without a part: the model's "
+                "chat template leaves it out, as some do with thoughts (first in "
+                f"{self._conversations.first_shortened})"
+            )
         if self._as_served:
             yield (
                 f"tools of {self._as_served} rows are given to the chat template as servers take "

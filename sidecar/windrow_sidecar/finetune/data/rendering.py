@@ -1,0 +1,80 @@
+"""Bound a chat template while it renders a row, and name who can correct its faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from windrow.conditions import Reason
+from windrow.errors import UserError
+from windrow.rows import MOST_ROW_BYTES, DatasetRow, bad_row
+from windrow_sidecar.finetune.data.cpu_limit import ComputesTooLong, cpu_limit
+
+# Of one row; templates of real models take milliseconds for the longest.
+_RENDER_CPU_S = 10.0
+
+
+@contextmanager
+def bounded(row: DatasetRow) -> Iterator[None]:
+    """Hold while a template renders a row: one that loops without end is ended.
+
+    Raises:
+        UserError: it was.
+    """
+    try:
+        with cpu_limit(_RENDER_CPU_S):
+            yield
+    except ComputesTooLong:
+        raise bad_row(
+            row.where,
+            f"the chat template computes for more than {_RENDER_CPU_S:g} s",
+            "Use a template whose loops end.",
+        ) from None
+
+
+def sized(text: str, row: DatasetRow) -> str:
+    """Return what a template has made of a row, which no model takes beyond a length."""
+    if len(text) > MOST_ROW_BYTES:
+        raise bad_row(
+            row.where,
+            f"the chat template makes more than {MOST_ROW_BYTES >> 20} MiB of it",
+            "Use a template that writes the row and no more.",
+        )
+    return text
+
+
+@contextmanager
+def rendering(row: DatasetRow) -> Iterator[None]:
+    """Hold while a template renders a row; it is a program, and the row what it may fail over.
+
+    Raises:
+        UserError: it failed; `field` is the row's place, or the model's where no row could do.
+    """
+    from jinja2.exceptions import TemplateError, TemplateSyntaxError, UndefinedError
+
+    try:
+        yield
+    except TemplateSyntaxError as error:
+        raise UserError(
+            f"the model's chat template cannot be compiled: {error.message} (line {error.lineno})",
+            field="spec.model.name",
+            remedy="Correct chat_template.jinja, or `chat_template` of tokenizer_config.json, in "
+            "the model's folder; or use rows of another format.",
+            reason=Reason.MODEL_UNSUPPORTED,
+        ) from error
+    except UndefinedError as error:
+        raise bad_row(
+            row.where,
+            f"the model's chat template refuses the turns: {error}",
+            "Write what it asks for into the row's turns or `chat_template_kwargs`, or correct the "
+            "template.",
+        ) from error
+    except (
+        *(TemplateError, TypeError, ValueError, LookupError),
+        *(ArithmeticError, AttributeError, RecursionError),
+    ) as error:
+        raise bad_row(
+            row.where,
+            f"the model's chat template refuses the turns: {error}",
+            "Write the turns, and their order, as the template wants them.",
+        ) from error
