@@ -18,6 +18,7 @@ from windrow_sidecar.finetune.data.places import DatasetSilent, find_files
 from windrow_sidecar.finetune.data.records import read_records
 from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
 from windrow_sidecar.finetune.job.failures import failure
+from windrow_sidecar.finetune.model.hub_models import HubReader
 from windrow_sidecar.finetune.model.loading import find_model
 
 find_files_anywhere = functools.partial(find_files, access=UNCONFINED)
@@ -137,6 +138,10 @@ def test_rows_of_the_hub_are_read_by_split_and_by_file(hub):
     assert refused.value.field == "spec.dataset.source"
 
 
+OWN = HubReader(is_process=False, token="of-job")
+NONE = HubReader(is_process=False)
+
+
 @pytest.mark.parametrize("own_credentials", [True, False])
 def test_the_pods_own_token_of_the_hub_is_lent_to_no_job_that_may_not_use_it(
     hub, monkeypatch, own_credentials
@@ -148,12 +153,38 @@ def test_the_pods_own_token_of_the_hub_is_lent_to_no_job_that_may_not_use_it(
     access = SourceAccess(pod_credentials=own_credentials)
     if own_credentials:
         assert len(find_files("team/rows", access=access)) == 1
-        assert find_model("team/tiny", "main", with_token=own_credentials).name == COMMIT
+        assert find_model("team/tiny", "main").name == COMMIT
         return
     with pytest.raises(UserError):
         find_files("team/rows", access=access)
     with pytest.raises(UserError, match="401"):
-        find_model("team/tiny", "main", with_token=own_credentials)
+        find_model("team/tiny", "main", NONE)
+
+
+@pytest.mark.parametrize("revision", ["main", COMMIT])
+def test_a_private_model_in_the_pods_cache_is_given_to_no_job_that_the_hub_refuses(
+    hub, at_once, monkeypatch, revision
+):
+    monkeypatch.setenv("HF_TOKEN", "of-decode")
+    write(hub / "models/team/tiny/config.json", "{}")
+    write(hub / "private", "of-decode")
+    cached = find_model("team/tiny", "main")  # as decode reads it
+    for reader in (OWN, NONE):
+        with pytest.raises(UserError, match="401") as refused:
+            find_model("team/tiny", revision, reader)
+        assert "HF_TOKEN" in refused.value.remedy
+        assert "podCredentials" in refused.value.remedy
+        assert str(cached) not in str(refused.value)
+    write(hub / "private", "of-job")
+    assert find_model("team/tiny", revision, OWN) == cached
+    write(hub / "refuses", "503")
+    with pytest.raises(Transient):
+        find_model("team/tiny", revision, OWN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert find_model("team/tiny", revision) == cached
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE") as refused:
+        find_model("team/tiny", revision, OWN)
+    assert "decode serves" in refused.value.remedy
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ from windrow_sidecar.finetune.colocated.pace import Shared
 from windrow_sidecar.finetune.colocated.slot_device import SlotDevice, slot_device
 from windrow_sidecar.finetune.data.held_models import HeldModel
 from windrow_sidecar.finetune.data.readers import RowsWanted
-from windrow_sidecar.finetune.data.source_access import SourceAccess
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.engine.orders import Order, layer_major
 from windrow_sidecar.finetune.engine.sizing import Estimates
@@ -37,6 +36,7 @@ from windrow_sidecar.finetune.memory.allocated import AllocatedMemory, Residents
 from windrow_sidecar.finetune.memory.lent import LentBoundaries
 from windrow_sidecar.finetune.memory.lent_layers import LentLayers
 from windrow_sidecar.finetune.memory.slot_memory import SlotMemory
+from windrow_sidecar.finetune.model.hub_models import THIS_PROCESS, HubReader
 from windrow_sidecar.finetune.model.loading import (
     BaseModel,
     ExportedWeights,
@@ -136,10 +136,13 @@ class WorkerSlot:
 
         Raises:
             Transient: the job cannot share this worker.
+            UserError: it may not read the model that the worker has loaded.
         """
         assert self._base is not None
         assert self._base_of is not None
         self._check_shares(job, self._base_of)
+        if self._base.of_hub:
+            check_shown(job, self._base)
         return rows_wanted(job, self._base)
 
     def pace(self) -> GrantPace:
@@ -342,8 +345,7 @@ def open_slot(
     opened = slot_device(arena, epoch, host)
 
     def load(job: JobSpec) -> BaseModel:
-        model, access = job.spec.model, job.access
-        held = held_model(model.name, model.revision, access)
+        held = held_model(job)
         with held.named() as model_dir:
             exported = _same_weights(arena, run_dir.weights_manifest(), model_dir)
             form = WeightForm.of(job.spec, exported.dtype if exported else None)
@@ -353,32 +355,48 @@ def open_slot(
             base = load_base(model_dir, exported, form, device=opened.device, copy_rate=copy_rate)
         # Layers that take turns are read from its files as long as it trains.
         weakref.finalize(base.model, held.close)
-        return replace(base, folder=str(held.folder))
+        return replace(base, folder=str(held.folder), of_hub=held.of_hub)
 
     return WorkerSlot(epoch, arena, opened, load, gate, order)
 
 
-def held_model(name: str, revision: str, access: SourceAccess) -> HeldModel:
+def held_model(job: JobSpec) -> HeldModel:
     """Return the model that a job names, held where others can write to its volume.
-
-    Args:
-        name: a path, or a name of the Hub.
-        revision: on the Hub.
-        access: what the job may read.
 
     Raises:
         UserError, ModelSilent: see `HeldModel` and `find_model`.
     """
-    held = HeldModel(Path(name), access)  # before anything of it is read, or said
+    model, access = job.spec.model, job.access
+    held = HeldModel(Path(model.name), access)  # before anything of it is read, or said
     try:
         with held.named() as place:
-            own_token = access.pod_credentials or access.serves_model is not False
-            found = find_model(str(place), revision, with_token=own_token)
+            # The model that decode serves is read as decode reads it.
+            as_pod = access.pod_credentials or access.serves_model is not False
+            own = HubReader.of_job(job.dataset_credentials, job.output_credentials)
+            reader = THIS_PROCESS if as_pod else own
+            found = find_model(str(place), model.revision, reader)
+            of_hub = found != place
     except BaseException:
         held.close()
         raise
     # The Hub's cache may be on one of the job's volumes.
-    return held if held.is_held else HeldModel(found, access)
+    return HeldModel(found, access, of_hub=True) if of_hub else held
+
+
+def check_shown(job: JobSpec, base: BaseModel) -> None:
+    """Check that the Hub shows a job the model that another job had loaded.
+
+    Raises:
+        UserError, ModelSilent: see `held_model`.
+        Transient: the name means other files by now.
+    """
+    held = held_model(job)
+    held.close()
+    if str(held.folder) != base.folder:
+        raise Transient(
+            f"the worker has loaded {Path(base.folder).name} of {job.spec.model.name}, and "
+            f"{job.spec.model.revision} is {held.folder.name} by now"
+        )
 
 
 def _base_words(job: JobSpec) -> str:

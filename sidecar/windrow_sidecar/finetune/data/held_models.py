@@ -42,16 +42,20 @@ class HeldModel:
     Args:
         folder: of the model.
         access: what the job may read.
+        of_hub: whether the folder is that of a model of the Hub, which the job was shown there: it
+            may be read although it is on no volume of the job.
 
     Raises:
         UserError: see `check_model`; or a file of it cannot be held.
     """
 
-    def __init__(self, folder: Path, access: SourceAccess) -> None:
+    def __init__(self, folder: Path, access: SourceAccess, *, of_hub: bool = False) -> None:
         self.folder = self.path = folder
+        self.of_hub = of_hub
         self._descriptors: list[int] = []
         self._private: tempfile.TemporaryDirectory[str] | None = None
-        check_model(folder, access)
+        if not of_hub:
+            check_model(folder, access)
         if not is_confined(folder, access):
             return
         self._private = tempfile.TemporaryDirectory(prefix="windrow-model-")

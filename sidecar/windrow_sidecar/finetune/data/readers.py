@@ -80,6 +80,7 @@ class RowsWanted:
     Attributes:
         dataset: where they are.
         tokenizer: the directory that it is read from.
+        of_hub: whether that is of a model of the Hub (see `HeldModel`).
         limits: of the model.
         max_length: rows are cut to so many tokens.
         learn_all: prompts count as well.
@@ -101,6 +102,7 @@ class RowsWanted:
     access: SourceAccess = UNCONFINED
     begun: datetime | None = None
     log: Path | None = None
+    of_hub: bool = False
 
 
 class Readers:
@@ -303,7 +305,7 @@ def _outcome(wanted: RowsWanted, rows: int, alive: Callable[[], None]) -> Any:  
     try:
         # Those who can write to the volume may have changed it since the model was loaded. What is
         # held is until this process ends.
-        held = HeldModel(Path(wanted.tokenizer), wanted.access)
+        held = HeldModel(Path(wanted.tokenizer), wanted.access, of_hub=wanted.of_hub)
         tokenizer = RowTokenizer(
             read_tokenizer(held.path),
             max_length=wanted.max_length,

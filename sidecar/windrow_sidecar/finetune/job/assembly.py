@@ -190,6 +190,7 @@ def rows_wanted(job: JobSpec, base: BaseModel) -> RowsWanted:
         credentials=job.dataset_credentials,
         access=job.access,
         begun=job.begun,
+        of_hub=base.of_hub,
     )
 
 

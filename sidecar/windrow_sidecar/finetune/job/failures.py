@@ -12,7 +12,7 @@ from windrow_sidecar.compute.host_device import out_of_memory
 from windrow_sidecar.finetune.data.places import DatasetSilent
 from windrow_sidecar.finetune.job.bucket import BucketSilent
 from windrow_sidecar.finetune.job.ledger import CheckpointUnreachable
-from windrow_sidecar.finetune.model.loading import ModelSilent
+from windrow_sidecar.finetune.model.hub_models import ModelSilent
 from windrow_sidecar.finetune.training.checkpoint import Fenced, is_disk_full, no_room
 from windrow_sidecar.finetune.training.health import Unhealthy
 from windrow_sidecar.finetune.training.optimizer import NotFinite

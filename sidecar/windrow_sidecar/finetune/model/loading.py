@@ -5,11 +5,9 @@ Shared weights are mapped read-only and become the parameters themselves; nothin
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from windrow.conditions import Reason
-from windrow.errors import Transient, UserError, WindrowError
-from windrow.redaction import redacted
+from windrow.errors import UserError, WindrowError
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice, available_bytes, out_of_memory
 from windrow_sidecar.engines.fingerprint import model_fingerprint
@@ -34,9 +31,14 @@ from windrow_sidecar.engines.weight_files import (
     weight_files,
 )
 from windrow_sidecar.engines.weight_formats import PLAIN_REMEDY, weight_format
-from windrow_sidecar.finetune.data.remote import answers_later, is_of_client
 from windrow_sidecar.finetune.data.tokenizer_files import read_tokenizer
 from windrow_sidecar.finetune.model.coded import CodedTensor, read_coded, stack_experts
+from windrow_sidecar.finetune.model.hub_models import (
+    THIS_PROCESS,
+    HubReader,
+    from_hub,
+    not_found,
+)
 from windrow_sidecar.finetune.model.overlay import build_over
 from windrow_sidecar.finetune.model.precision import WeightForm, keep_differentiable
 from windrow_sidecar.finetune.model.whole import PLAIN, check_tensors, check_types
@@ -49,8 +51,6 @@ log = logging.getLogger(__name__)
 
 # Of the memory that is free: what the frozen weights may take, the rest is for activations.
 WEIGHTS_SHARE = 0.8
-# Of a model on the Hub: its weights, and what its tokenizer may be made of.
-_WANTED = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 ADAPTER_CONFIG = "adapter_config.json"
 # Parts of a configuration that are of a layer, not models of their own (MPT, DBRX).
 _OF_LAYERS = ("attn_config", "ffn_config")
@@ -66,10 +66,6 @@ PICKLED_REMEDY = (
 # How Python's tempfile says that it has found none.
 _NO_TEMPORARY = "No usable temporary directory"
 TOKENIZER_REMEDY = "Copy the model's tokenizer.json and tokenizer_config.json beside its weights."
-
-
-class ModelSilent(Transient):
-    """The place where the model is does not answer."""
 
 
 class NoTemporaryDirectory(WindrowError):
@@ -88,6 +84,7 @@ class BaseModel:
     fingerprint: str = ""  # of the checkpoint's files
     notes: tuple[str, ...] = ()  # what a user has to know of them
     folder: str = ""  # of the tokenizer, where that was read by another name
+    of_hub: bool = False  # that folder is of a cache of the Hub, which no job writes to
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,67 +138,31 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def find_model(name: str, revision: str, *, with_token: bool = True) -> Path:
+def find_model(name: str, revision: str, reader: HubReader = THIS_PROCESS) -> Path:
     """Return the directory of a model that is named by path or by its Hub name.
 
     Args:
         name: a path, or a name like owner/name.
         revision: on the Hub.
-        with_token: whether the Hub is asked with the token of this process, if it has one.
+        reader: who asks the Hub.
 
     Raises:
         UserError: there is none, it may not be read, or a file of its weights is missing or cut
             short.
-        ModelSilent: the Hub does not answer; what is there already is used without it.
+        ModelSilent: the Hub does not answer; what this process may read and has already is used
+            without it.
     """
     path = Path(name)
     if not path.is_dir():
         if path.is_absolute() or name.startswith("."):
-            raise _not_found(f"{path} is not a directory")
-        path = _from_hub(name, revision, None if with_token else False)
+            raise not_found(f"{path} is not a directory")
+        path = from_hub(name, revision, reader)
     if (path / ADAPTER_CONFIG).is_file():
         raise _is_adapter(path)
     if not (path / "config.json").is_file():
-        raise _not_found(f"{path} holds no config.json")
+        raise not_found(f"{path} holds no config.json")
     check_files(path)
     return path
-
-
-def _from_hub(name: str, revision: str, token: bool | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        try:
-            return Path(
-                snapshot_download(name, revision=revision, allow_patterns=_WANTED, token=token)
-            )
-        except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES):
-                raise
-        # The cache is decode's, which may only be read here, and lacks something of the model.
-        own = Path(tempfile.gettempdir()) / "windrow-hub"
-        return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=_WANTED, cache_dir=own, token=token
-            )
-        )
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        problem = (
-            f"{name!r} is not a directory, and the Hub has no {name!r} at {revision}, or hides it"
-        )
-        raise _not_found(problem) from error
-    except Exception as error:
-        if not (isinstance(error, HFValidationError | OSError) or is_of_client(error)):
-            raise
-        said = redacted(" ".join(str(error).split()).rstrip("."))
-        if answers_later(error):
-            raise ModelSilent(f"{name!r} is not a directory, and the Hub gave: {said}") from error
-        raise _not_found(f"{name!r} is not a directory, and the Hub gave: {said}") from error
 
 
 def load_base(
@@ -471,15 +432,6 @@ def _n_bytes(at: dict[str, Any]) -> int:
     for size in at["shape"]:
         n *= size
     return n
-
-
-def _not_found(problem: str) -> UserError:
-    return UserError(
-        problem,
-        field=MODEL_FIELD,
-        remedy="Name a transformers model directory on a mounted volume, or a Hub model.",
-        reason=Reason.MODEL_NOT_FOUND,
-    )
 
 
 def _is_adapter(path: Path) -> UserError:
