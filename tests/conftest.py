@@ -1,4 +1,4 @@
-"""What tests of more than one folder share: a real API server, a stand-in for libcuda."""
+"""Fixtures of more than one folder: a real API server, a stand-in for libcuda."""
 
 import fcntl
 import os
@@ -154,7 +154,7 @@ def tools(request):
 
 @pytest.fixture(scope="session")
 def store_address():
-    """Where the S3 server listens."""
+    """Return where the S3 server listens."""
     return "127.0.0.1"
 
 

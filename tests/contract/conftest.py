@@ -67,7 +67,7 @@ def geometry(request, driver: str) -> Callable[..., Geometry]:
 
 @pytest.fixture
 def cores() -> Iterator[set[int]]:
-    """This process's cores, two at least; every thread has them again afterwards."""
+    """Give this process's cores, two at least; every thread has them again afterwards."""
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         pytest.skip("a host device needs two cores; this process may use one")

@@ -1,4 +1,4 @@
-"""Whatever is kept of a layer's forward, its gradients are the same, to the last bit."""
+"""Gradients are the same to the last bit, whatever is kept of a layer's forward."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def adapt(model, lora: LoraConfig):
 
 
 def gradients(stack: DecoderStack) -> list[torch.Tensor]:
-    """Of the adapter's parameters and, through all layers but the first, of the input."""
+    """Return gradients of the adapter's parameters and, but for the first layer, of the input."""
     draw = torch.Generator().manual_seed(2)
     at = stack.begin(torch.randint(1, 64, (ROWS, WIDTH), generator=draw))
     torch.manual_seed(9)

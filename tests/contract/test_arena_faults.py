@@ -1,4 +1,4 @@
-"""Whatever call of a driver fails, an arena is whole or not there, and nothing is left behind."""
+"""An arena is whole or absent whatever call of a driver fails, and nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is foreign, broken or too large is refused by name, and nothing is left behind."""
+"""Check what is foreign, broken or too large is refused by name, and nothing is left behind."""
 
 from __future__ import annotations
 

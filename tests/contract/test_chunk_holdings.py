@@ -1,4 +1,4 @@
-"""Which chunks SGLang's allocator holds, over a real arena."""
+"""Check which chunks SGLang's allocator holds, over a real arena."""
 
 from __future__ import annotations
 

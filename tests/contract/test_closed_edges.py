@@ -1,4 +1,4 @@
-"""What strangers reach from outside: the webhook, token reviews, servers of tenants, streams."""
+"""Edges that strangers reach: the webhook, token reviews, servers of tenants, streams."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_our_header_says_the_same_as_nvidias(release, tmp_path):
 
 
 def assemblers() -> list[str]:
-    """Those that Triton brings along: one for the newest GPUs, one for all before."""
+    """Return Triton's ptxas programs: one for the newest GPUs, one for all before."""
     triton = pytest.importorskip("triton", reason="no triton, whose wheel has ptxas")
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     return sorted(str(program) for program in folder.glob("ptxas*"))

@@ -104,7 +104,7 @@ class Run:
 
 
 def generated(reference, run: Run) -> list[int]:
-    """What transformers' own generate() says."""
+    """Return what transformers' own generate() says."""
     found = reference.generate(
         torch.tensor([run.prompt]),
         attention_mask=torch.ones(1, len(run.prompt), dtype=torch.int64),

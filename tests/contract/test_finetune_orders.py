@@ -130,7 +130,7 @@ def test_a_plan_goes_on_from_anywhere_with_other_windows():
 
 
 class Roomy(Windows):
-    """Up to three layers at once."""
+    """Windows of three layers at most."""
 
     def fits(self, tasklet):
         return tasklet.parts <= 3

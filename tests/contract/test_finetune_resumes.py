@@ -1,4 +1,4 @@
-"""Whatever interrupts a job, it ends with the very same adapter."""
+"""A job ends with the very same adapter, whatever interrupts it."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def library(tmp_path_factory) -> Path:
 
 
 def sampled(library: Path, driver: str, uuid: str, **use: str) -> tuple[dict, str]:
-    """What the meter of such an engine finds, and what it says."""
+    """Return what the meter of such an engine finds, and what it says."""
     environ = {k: v for k, v in os.environ.items() if not k.endswith("_VISIBLE_DEVICES")}
     visible = {k: use.pop(k) for k in tuple(use) if k.endswith("_VISIBLE_DEVICES")}
     done = subprocess.run(

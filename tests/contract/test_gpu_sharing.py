@@ -1,4 +1,4 @@
-"""How a pod's GPU is shared is decided at the agent's start, told, and watched over."""
+"""Check how a pod's GPU is shared is decided at the agent's start, told, and watched over."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Pod:
         return MpsDaemon(self.run_dir.mps_folder, control=str(self.control))
 
     def decode_starts(self) -> MpsDaemon:
-        """What decode's start does, up to its note; it is this process."""
+        """Do what decode's start does, up to its note; it is this process."""
         daemon = self.daemon()
         self.started.append(daemon)
         daemon.start()

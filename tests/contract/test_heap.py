@@ -1,4 +1,4 @@
-"""What is loaded is left alone by Python's collector, and freed all the same at the end."""
+"""Check what is loaded is left alone by Python's collector, and freed all the same at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker has in flight on a device that queues stays within the bound of its grant."""
+"""Check what a worker has in flight on a device that queues stays within the bound of its grant."""
 
 from __future__ import annotations
 

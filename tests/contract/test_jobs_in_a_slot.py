@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module", params=[Windows(1000), Windows(5)], ids=["rows", "windows"])
 def alone(request):
-    """How the work is cut, and what each job learns alone."""
+    """Return how the work is cut, and what each job learns alone."""
     jobs = [tiny_job(sizing=request.param, **kind) for kind in KINDS]
     for job in jobs:
         finish(job)

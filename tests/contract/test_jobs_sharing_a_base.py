@@ -64,7 +64,7 @@ def jobs_of(sizing, base=None) -> list[TinyJob]:
 
 @pytest.fixture(scope="module", params=[Windows(1000), Windows(5)], ids=["rows", "windows"])
 def alone(request):
-    """How the work is cut, and what each job learns alone."""
+    """Return how the work is cut, and what each job learns alone."""
     jobs = jobs_of(request.param)
     for job in jobs:
         finish(job)
@@ -128,7 +128,7 @@ def test_jobs_of_different_bases_are_refused_by_name():
 
 def test_a_quantised_base_is_not_shared():
     class Quantised(torch.nn.Parameter):
-        """As bitsandbytes makes them."""
+        """Parameter of the class that bitsandbytes would make."""
 
     model = tiny_llama()
     head = model.get_output_embeddings()

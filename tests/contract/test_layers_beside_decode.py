@@ -54,7 +54,7 @@ def trained(session, before=lambda tasklet: True, after=lambda tasklet: None) ->
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """What is learnt with every layer in memory."""
+    """Return what is learnt with every layer in memory."""
     session = open_alone(example_job(tmp_path_factory.mktemp("whole"), microBatchSize=1))
     trained(session)
     return adapter_of(session)
@@ -76,7 +76,7 @@ def truth(tmp_path_factory):
 
 
 def equal_but_for_the_order_of_sums(found, expected, truth) -> bool:
-    """Of micro-batches, which differs with their number in a visit."""
+    """Return whether gradients differ by their sums' order alone, which a visit's size decides."""
     ours, theirs = (apart(learnt, truth).of_norm for learnt in (found, expected))
     return no_farther([ours], [theirs], torch.float32)
 

@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class HoldsMemory:
-    """As much of a job as memory knows: activations and state, each an allocation."""
+    """Job as memory knows it: activations and state, each an allocation."""
 
     def __init__(self, allocator: DeviceAllocator) -> None:
         self._allocator = allocator
@@ -111,7 +111,7 @@ class HoldsMemory:
 
 
 class Budget:
-    """What is left of `ActivationBudget` here."""
+    """Stand-in for `ActivationBudget`."""
 
     def peak_bytes(self, tokens: int) -> int:
         return tokens * 1000

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module", params=[Windows(1000), Windows(5)], ids=["rows", "windows"])
 def untouched(request):
-    """How the work is cut; what is learnt when nobody asks for memory, in how many tasklets."""
+    """Return the cut of the work, and what is learnt in how many tasklets at full memory."""
     job = tiny_job(sizing=request.param)
     ran = 0
     while (tasklet := job.stream.peek()) is not None:
@@ -135,7 +135,7 @@ def test_graphs_that_are_forgotten_between_tasklets_change_nothing_in_what_is_le
 
 
 def graphs_of(stream) -> int:
-    """How many layers' graphs wait for their backward."""
+    """Return how many layers' graphs wait for their backward."""
     group = stream._batch_group
     activations = group._at.values() if group is not None else ()
     waiting = (graph for at in activations for layer in at.graphs for graph in layer)

@@ -1,4 +1,4 @@
-"""What is counted of a step, against the bytes that live while it runs: in windows, and not."""
+"""Bytes counted of a step against those that live while it runs: in windows, and not."""
 
 from __future__ import annotations
 

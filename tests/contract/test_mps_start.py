@@ -78,7 +78,7 @@ def test_after_a_restart_the_pipes_of_before_are_replaced(cuda_standin, pod, env
 def test_a_process_that_hangs_in_cudas_start_is_killed_in_time_and_decode_serves_without(
     cuda_standin, pod, environ, monkeypatch
 ):
-    """As the server lets another user's clients wait."""
+    """Hang, as the server lets another user's clients wait."""
     hanging = run_dir_with(pod, '#!/bin/sh\ntouch "$CUDA_MPS_PIPE_DIRECTORY/hang"\n')
     began = time.monotonic()
     variables = bring_up(pod, environ, control=hanging, wait=timedelta(seconds=2))

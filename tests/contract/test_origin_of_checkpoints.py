@@ -59,7 +59,7 @@ def session_of(folder, *, lora=LORA, **training):
 
 @pytest.fixture
 def checkpoint(folder):
-    """Of the job after its first tasklets."""
+    """Return a checkpoint of the job after its first tasklets."""
     session = session_of(folder)
     of_job = JobFolder(session.job.destination, session.job.uid, 1)
     of_job.claim()
@@ -148,7 +148,7 @@ CHATS = [
 
 
 def origin_of(folder, begun: str, *, template: str = TEMPLATE, rows=CHATS) -> Origin:
-    """What a job that began then is made of."""
+    """Return what a job that began then is made of."""
     write_rows(folder, rows)
     base = load_base(folder / "model")
     base.tokenizer.chat_template = template

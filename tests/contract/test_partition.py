@@ -18,13 +18,13 @@ from windrow_sidecar.compute.whole_device import WholeDevice
 
 @pytest.fixture
 def moves() -> list[int]:
-    """What compute was told at each move: how many threads, or which stream."""
+    """Return what compute was told at each move: how many threads, or which stream."""
     return []
 
 
 @pytest.fixture
 def faulty(driver) -> FaultyDriver:
-    """What partitions are made over: each driver, with calls that can be made to fail."""
+    """Return what partitions are made over: each driver, with calls that can be made to fail."""
     return FaultyDriver(driver)
 
 

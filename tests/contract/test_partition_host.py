@@ -21,7 +21,7 @@ UNLIMITED = CgroupLimits(cpus=None, memory_bytes=None)
 
 @pytest.fixture
 def threads() -> list[int]:
-    """What the partition asked compute to use, in order."""
+    """Return what the partition asked compute to use, in order."""
     return []
 
 

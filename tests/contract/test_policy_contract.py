@@ -1,4 +1,4 @@
-"""What every policy promises, whatever it is shown."""
+"""Check what every policy promises, whatever it is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says of a step holds for the job's own form, device and optimizer."""
+"""Check what a plan says of a step holds for the job's own form, device and optimizer."""
 
 from __future__ import annotations
 

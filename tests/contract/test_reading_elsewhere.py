@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory):
-    """What each scene of `reading_elsewhere.py` has printed."""
+    """Return what each scene of `reading_elsewhere.py` has printed."""
     program = Path(__file__).with_name("reading_elsewhere.py")
     done = subprocess.run(
         [sys.executable, program, tmp_path_factory.mktemp("r")],

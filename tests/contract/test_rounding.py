@@ -1,4 +1,4 @@
-"""In float64 nothing is left of fp32, so what two runs differ by is no rounding of either."""
+"""Float64 runs keep nothing in fp32, so two of them differ by more than rounding only if wrong."""
 
 from __future__ import annotations
 

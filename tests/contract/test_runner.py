@@ -1,4 +1,4 @@
-"""How a job runs to its end: what holds it up, what does not, and what is told of it."""
+"""Check how a job runs to its end: what holds it up, what does not, and what is told of it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 
 def served(folder, by_row=False) -> nn.Module:
-    """What SGLang holds of a checkpoint: fused parts, experts in one tensor, the rest as it is.
+    """Return tensors as SGLang holds them: fused parts, experts in one, the rest as it is.
 
     By its Fp8LinearMethod and Fp8MoEMethod of 0.5.23: with scales for blocks weights [out, in] and
     `weight_scale_inv`; with one for a tensor (`by_row`) weights transposed and a scale a row.

@@ -38,7 +38,7 @@ def alone(tmp_path):
 
 
 def least(machine, session, tokens: int) -> int:
-    """What a group of so many tokens takes, found by asking."""
+    """Return what a group of so many tokens takes, found by asking."""
     low, high = 0, 1 << 40
     while low < high:
         machine.free = (low + high) // 2

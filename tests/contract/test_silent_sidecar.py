@@ -47,7 +47,7 @@ class Sidecar(agent_pb2_grpc.AgentServicer):
 
 @pytest.fixture
 def orphaned(monkeypatch):
-    """What the worker was told, as it comes."""
+    """Return what the worker was told, as it comes."""
     monkeypatch.setattr(agentlink, "SILENT_AFTER_S", SILENT_S)
     monkeypatch.setattr(agentlink, "LOOK_EVERY_S", LOOK_S)
     return futures.Future()

@@ -1,4 +1,4 @@
-"""Which slot of its pod an engine is: engines as processes that know nothing of each other."""
+"""Slots that engines claim in a pod: engines as processes that know nothing of each other."""
 
 from __future__ import annotations
 

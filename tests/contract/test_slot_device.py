@@ -1,4 +1,4 @@
-"""What a worker makes of the device of the slot that it has attached to."""
+"""Check what a worker makes of the device of the slot that it has attached to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a window's attention runs back: a few heads at a time, as far as heads are strangers."""
+"""Backward of a window's attention: a few heads at a time, as far as heads are strangers."""
 
 from __future__ import annotations
 

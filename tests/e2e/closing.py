@@ -1,4 +1,4 @@
-"""What has to hold after every fault, checked against the event logs of decode pods and workers."""
+"""Invariants after every fault, checked against the event logs of decode pods and workers."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ class Farm:
         return [process for process in found if process.pid in noted]
 
     def has_agent(self, pod: str) -> bool:
-        """Whether a sidecar's agent runs in a pod."""
+        """Return whether a sidecar's agent runs in a pod."""
         return bool(self._agents(pod))
 
     def agent(self, pod: str) -> psutil.Process:

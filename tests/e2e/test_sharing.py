@@ -81,5 +81,5 @@ def _config_maps(core: k8s.CoreV1Api) -> set[str]:
 
 
 def _ends_of_steps(farm: Farm, uid: str) -> list[int]:
-    """When each optimizer step ended, ns."""
+    """Return when each optimizer step ended, ns."""
     return [event.end_ns for _, event in farm.tasklets(uid) if event.phase == "opt"]

@@ -1,4 +1,4 @@
-"""On a real GPU: torch takes its memory from lent chunks, and is told when they do not suffice."""
+"""Torch on a real GPU takes its memory from lent chunks, and fails cleanly beyond them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a real GPU: memory is shared between processes, and torch computes on shares of SMs."""
+"""Memory of a real GPU is shared between processes, and torch computes on shares of SMs."""
 
 from __future__ import annotations
 

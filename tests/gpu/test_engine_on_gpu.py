@@ -1,4 +1,4 @@
-"""On a real GPU: the engine's captured steps, with its kernels compiled, against its plain ones."""
+"""Captured steps of the engine on a real GPU, with compiled kernels, against its plain ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a real GPU: a worker trains there alone, with times from events, and on a share of SMs."""
+"""A worker on a real GPU trains alone, with times from events, and on a share of SMs."""
 
 from __future__ import annotations
 

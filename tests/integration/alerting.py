@@ -21,7 +21,7 @@ def write_hurried_rules(path):
 
 
 class Alerts:
-    """What has fired so far, as Prometheus remembers it."""
+    """Return what has fired so far, as Prometheus remembers it."""
 
     def __init__(self, prometheus):
         self._prometheus = prometheus

@@ -1,4 +1,4 @@
-"""What the operator's integration tests share."""
+"""Fixtures of the operator's integration tests."""
 
 import pytest
 from kubernetes import client

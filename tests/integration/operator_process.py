@@ -235,7 +235,7 @@ def running(assigned, **progress):
 
 
 class Cluster:
-    """What a test does to the API server: our objects, decode pods, and their tokens."""
+    """Calls of a test to the API server: our objects, decode pods, and their tokens."""
 
     def __init__(self, kube, namespace, operator):
         self.core = client.CoreV1Api(kube)

@@ -1,4 +1,4 @@
-"""What a keeper starts ends with it, in whatever way either of them ends."""
+"""Check what a keeper starts ends with it, in whatever way either of them ends."""
 
 import os
 import signal

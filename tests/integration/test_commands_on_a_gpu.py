@@ -16,7 +16,7 @@ SCRIPTS = Path(sys.executable).parent
 
 
 def command_lines() -> list[list[str]]:
-    """Of the indented blocks, in words; a line that ends in a backslash goes on."""
+    """Return the indented blocks in words; a line that ends in a backslash goes on."""
     text = re.sub(r"\\\n\s+", "", (ROOT / "docs" / "gpu.md").read_text())
     lines = re.findall(r"^    (.+)$", text, flags=re.MULTILINE)
     return [shlex.split(line, comments=True) for line in lines]

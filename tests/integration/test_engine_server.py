@@ -79,7 +79,7 @@ class Server:
         return [event for _, event in read_events(self.log_dir) if isinstance(event, kind)]
 
     def ended(self, request_id: str) -> RequestEvent:
-        """What the log says of a request, as soon as it says it."""
+        """Return what the log says of a request, as soon as it says it."""
 
         def found() -> list[RequestEvent]:
             return [event for event in self.events(RequestEvent) if event.id == request_id]
@@ -142,7 +142,7 @@ PROMPT = "The quick brown fox"
 
 
 def greedy_text(model, n: int) -> str:
-    """What transformers answers: the tokenizer has one token per byte."""
+    """Return what transformers answers: the tokenizer has one token per byte."""
     alphabet = json.loads((model[0] / "tokenizer.json").read_text())["model"]["vocab"]
     assert len(alphabet) == 256
     from tokenizers import Tokenizer

@@ -1,4 +1,4 @@
-"""What the API server itself refuses of our resources, and what it prints."""
+"""Check what the API server itself refuses of our resources, and what it prints."""
 
 import contextlib
 import json

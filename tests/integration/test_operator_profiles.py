@@ -42,7 +42,7 @@ async def tell(profiles, namespace, spec):
 
 
 async def given(server, namespace):
-    """What new pods of a namespace find; None: nothing at all."""
+    """Return what new pods of a namespace find; None: nothing at all."""
     path = f"/api/v1/namespaces/{namespace}/configmaps/{PROFILES_CONFIG_MAP}"
     try:
         return (await server.get(path)).get("data", {})

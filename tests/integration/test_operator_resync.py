@@ -1,4 +1,4 @@
-"""What the operator lists: all of it, within its namespaces, and what a watch has missed."""
+"""Check what the operator lists: all of it, within its namespaces, and what a watch has missed."""
 
 import copy
 from datetime import UTC, datetime

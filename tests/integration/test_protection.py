@@ -114,7 +114,7 @@ def machine(
 
 
 def wide(at: Machine) -> bool:
-    """Whether decode has its units back in a burst."""
+    """Return whether decode has its units back in a burst."""
     return at.step(BURST).decode_units == 2
 
 
@@ -188,7 +188,7 @@ def test_without_the_reserve_a_prompt_that_arrives_finds_every_chunk_lent():
 
 
 def settled(at: Machine) -> bool:
-    """Whether two plans one after the other have lent the same."""
+    """Return whether two plans one after the other have lent the same."""
     before = at.decode.arena.counts()
     time.sleep(0.05)
     at.step(SMALL)

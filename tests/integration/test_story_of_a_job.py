@@ -1,4 +1,4 @@
-"""What a person reads of a job that waited, ran, was preempted, moved, ended; and of a slot."""
+"""Story that people read of a job that waited, ran, was preempted, moved, ended; of a slot too."""
 
 from __future__ import annotations
 

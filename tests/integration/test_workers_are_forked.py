@@ -86,7 +86,7 @@ def ending(settings: AgentSettings, how: str) -> None:
 
 
 async def said(settings: AgentSettings) -> dict:
-    """What the worker has written down of itself, once it has."""
+    """Return what the worker has written down of itself, once it has."""
     file = settings.run_dir.root / "about.json"
     await until(lambda: file.exists() and file.read_text(), "the worker's word")
     return json.loads(file.read_text())

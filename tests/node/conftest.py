@@ -62,5 +62,5 @@ def start_operator(node, kube, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def store_address():
-    """Where the S3 server of these tests listens: pods reach the node by that address alone."""
+    """Return the address of these tests' S3 server: pods reach the node by that one alone."""
     return NODE_ADDRESS

@@ -1,4 +1,4 @@
-"""What the quick start on a node tells people to run, run on the node.
+"""Check what the quick start on a node tells people to run, run on the node.
 
 `make images` and `make test-node`, which it names too, are how this test comes to run.
 """
@@ -19,7 +19,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "quickstart" / "node.md"
 
 
 def handed_to(target: str) -> list[list[str]]:
-    """What the quick start hands to a target of make by ARGS: the words of each such line."""
+    """Return the words that each line of the quick start hands to a target of make by ARGS."""
     lines = [one.strip() for one in PAGE.read_text().splitlines() if one.startswith("    make ")]
     words = [shlex.split(one.partition("  #")[0]) for one in lines]
     of_target = [one[2] for one in words if one[1] == target and len(one) > 2]

@@ -1,4 +1,4 @@
-"""In SGLang's environment: its decode graph runner captures for each share, over a stand-in GPU.
+"""SGLang's decode graph runner captures for each share, over a stand-in GPU.
 
 Nothing can be computed there, so what a capture would run is left out; SGLang's loop over batch
 sizes, its choice of the stream and its graph keys are its own. Prints what was captured as JSON.

@@ -137,7 +137,7 @@ def owner_of(path: str) -> tuple:
 
 
 class Outputs:
-    """Where the scheduler sends its answers."""
+    """Sink of the scheduler's answers."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
@@ -431,7 +431,7 @@ class Worker:
 
 
 def hooks() -> int:
-    """How many places of SGLang the plugin has hooked."""
+    """Return how many places of SGLang the plugin has hooked."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     return len(HookRegistry._patched)

@@ -12,7 +12,7 @@ from support.sglang_servers import PYTHON
 
 @pytest.fixture
 def found(standin) -> dict:
-    """What SGLang's own runner captured and would replay, over the stand-in for a GPU."""
+    """Return what SGLang's own runner captured and would replay, over the stand-in for a GPU."""
     program = Path(__file__).parent / "graph_runner_process.py"
     done = subprocess.run(
         [PYTHON, program, standin], capture_output=True, text=True, timeout=300, check=False

@@ -1,4 +1,4 @@
-"""What the plugin does not know switches harvesting off with one line, and SGLang serves."""
+"""Check what the plugin does not know switches harvesting off with one line, and SGLang serves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ REQUESTS = [{"n": n, "at": 3 + n, "tokens": 20, "prompt": PROMPT} for n in range
 
 
 def lines(log: str) -> list[str]:
-    """What the plugin has said at the level of an error."""
+    """Return what the plugin has said at the level of an error."""
     return [line for line in log.splitlines() if "windrow: harvesting is off" in line]
 
 

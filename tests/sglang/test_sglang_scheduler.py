@@ -49,7 +49,7 @@ def kind(request):
 
 @pytest.fixture(scope="module")
 def stock(play, kind):
-    """What SGLang does without the plugin."""
+    """Return what SGLang does without the plugin."""
     return play({"server": kind, "requests": conversation(40, 5), "aborts": {"r7": 40, "r20": 99}})
 
 

@@ -99,7 +99,7 @@ def calls_of(path: Path) -> Iterator[str]:
 
 
 def used() -> dict[str, set[Path]]:
-    """Where each is called, outside of what only tests use."""
+    """Return where each is called, outside of what only tests use."""
     found: dict[str, set[Path]] = {}
     for path in SIDECAR.rglob("*.py"):
         if "testing" not in path.parts:

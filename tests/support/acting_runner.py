@@ -14,7 +14,7 @@ from windrow_sidecar.testing.tinyjob import TinyJob
 
 
 class ActingRunner:
-    """What a `Runner` does, as far as a carrier sees it.
+    """Stand-in for a `Runner`, as far as a carrier sees it.
 
     Args:
         name: of the job.
@@ -42,7 +42,7 @@ class ActingRunner:
         self._begun = True
 
     def obey(self) -> None:
-        """There are no commands."""
+        """Return None: no command comes."""
         assert self._begun
 
     def turn(self) -> Ending | None:

@@ -1,4 +1,4 @@
-"""What the chart gives the operator's account, without Helm: its rights, and what holds them.
+"""Rights that the chart gives the operator's account, without Helm, and what holds them.
 
 Conditions of the templates count as met. tests/node compares this with what Helm makes.
 """

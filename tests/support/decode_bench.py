@@ -83,7 +83,7 @@ class DecodeBench:
         self._pages += kv.pages
 
     def request(self, tokens: Sequence[int], kv: SequenceKv, **sampling: float) -> EngineRequest:
-        """One whose next token follows `tokens`, all but the last of which are in `kv`."""
+        """Return a request that goes on behind `tokens`; `kv` has all but the last of them."""
         settings = {"temperature": 0.0, "top_p": 1.0, "seed": 0} | sampling
         submit = Submit(
             id=0,

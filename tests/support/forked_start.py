@@ -64,7 +64,7 @@ _LOADED_WITHIN_S = 200.0
 
 @dataclass(frozen=True)
 class Program:
-    """What a command runs, and what it is run with.
+    """Program of a command, and what it is run with.
 
     Attributes:
         module: that `python -m` runs; "": the command line, by `python -c`.
@@ -121,7 +121,7 @@ class _Server:
         theirs.close()
 
     def is_loaded(self) -> bool:
-        """Whether it can fork now; does not wait."""
+        """Return whether it can fork now; does not wait."""
         if not self._ready and self._turn.acquire(blocking=False):
             self._turn.release()
             self._channel.setblocking(False)
@@ -251,7 +251,7 @@ class ForkedPopen(subprocess.Popen):
 
 
 class _Start:
-    """What `Popen` hands to `_execute_child`, by name."""
+    """Arguments of `_execute_child`, by name."""
 
     def __init__(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
         self.args, self.cwd, self._env = args, cwd, env
@@ -261,11 +261,11 @@ class _Start:
         self._extra = extra or (gid, gids, uid) != (None, None, None) or umask >= 0
 
     def is_plain(self) -> bool:
-        """Whether a fork can be all that is asked for."""
+        """Return whether a fork can be all that is asked for."""
         return not self._extra
 
     def environment(self) -> dict[str, str]:
-        """What the program starts with."""
+        """Return what the program starts with."""
         given = os.environ if self._env is None else self._env
         return {os.fsdecode(name): os.fsdecode(value) for name, value in given.items()}
 
@@ -337,7 +337,7 @@ def _run_to_its_end(module: str) -> NoReturn:
 
 
 def _run(module: str) -> None:
-    """As `python -m` does, which warns where the module is imported already."""
+    """Run a module as `python -m` does, but without its warning of one that is imported already."""
     for name in (module, f"{module}.__main__"):
         if not hasattr(sys.modules.get(name), "__path__"):
             sys.modules.pop(name, None)

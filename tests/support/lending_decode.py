@@ -25,7 +25,7 @@ class LendingDecode(threading.Thread):
         self.most_wanted = self.most_resident = 0
 
     def run(self) -> None:
-        """Until `over` is set."""
+        """Lend until `over` is set."""
         page, last = self.arena.page, None
         while not self.over.wait(0.01):
             page.beat(0)

@@ -13,7 +13,7 @@ CHUNKS, BLOCK_BYTES = 6, 2 << 20
 
 
 class LentAllocations:
-    """What torch's memory lies in on a GPU: an allocator, its budget, and who heeds decode.
+    """Memory of torch on a GPU: an allocator, its budget, and what obeys decode.
 
     Args:
         run_dir: a short path; the arena's socket goes there.

@@ -25,7 +25,7 @@ GROUP = "/apis/windrow.dev/v1alpha1"
 
 
 class HeldObjects:
-    """What `Kube` does, over a dictionary: objects by their paths."""
+    """`Kube` over a dictionary: objects by their paths."""
 
     def __init__(self):
         self.objects, self.accounts, self.allowed, self.asked = {}, {}, set(), []

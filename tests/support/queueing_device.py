@@ -33,7 +33,7 @@ class QueueingDevice(HostDevice):
 
     @property
     def queued_ns(self) -> int:
-        """Of work that has not ended."""
+        """Return the nanoseconds of work that has not ended."""
         return max(0, self._ends_ns - self.now_ns)
 
     def work(self, us: float) -> None:

@@ -1,4 +1,4 @@
-"""What every engine owes its step hook, checked on the calls that it has really made."""
+"""Contract of engines towards their step hook, checked on the calls that it has really made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hosts a job may reach, by the list of its policy and by the address that a name has."""
+"""Hosts that a job may reach, by the list of its policy and by the address that a name has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of a forward is a decision over plain data: exact, and within the budget."""
+"""Check what is kept of a forward is a decision over plain data: exact, and within the budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pods get a sidecar attached, and when."""
+"""Check which pods get a sidecar attached, and when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an arm got done in a segment, from events that are written down here by hand."""
+"""Check what an arm got done in a segment, from events that are written down here by hand."""
 
 import json
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""When the next heartbeat of a pod is due: of each slot its own, at rest or not."""
+"""Check when the next heartbeat of a pod is due: of each slot its own, at rest or not."""
 
 from __future__ import annotations
 

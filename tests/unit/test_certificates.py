@@ -1,4 +1,4 @@
-"""When an authority and a server's certificate are renewed, step by step."""
+"""Check when an authority and a server's certificate are renewed, step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has won a comparison follows from the intervals alone, and a share above 1 is refused."""
+"""The winner of a comparison follows from the intervals alone, and a share above 1 is refused."""
 
 from io import StringIO
 

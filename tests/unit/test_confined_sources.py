@@ -1,4 +1,4 @@
-"""What a job beside decode may read: its volumes, no link out of them, and allowed hosts."""
+"""Check what a job beside decode may read: its volumes, no link out of them, and allowed hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What dataset files may hold, and what is said about those that are wrong."""
+"""Check what dataset files may hold, and what is said about those that are wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files a source names, how they are unpacked, and what is said of those that cannot be."""
+"""Files that a source names, how they are unpacked, and what is said of those that cannot be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which container of a pod decodes, with which engine and model, as real pods show it."""
+"""Check which container of a pod decodes, with which engine and model, as real pods show it."""
 
 from __future__ import annotations
 

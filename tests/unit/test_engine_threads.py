@@ -1,4 +1,4 @@
-"""How the engine chooses its number of threads."""
+"""Check how the engine chooses its number of threads."""
 
 from __future__ import annotations
 

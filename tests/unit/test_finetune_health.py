@@ -1,4 +1,4 @@
-"""What is noticed of a training that has gone wrong, and what is said of it."""
+"""Check what is noticed of a training that has gone wrong, and what is said of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which frozen layers come and go: the farthest in the schedule, never the one that runs."""
+"""Check which frozen layers come and go: the farthest in the schedule, never the one that runs."""
 
 from __future__ import annotations
 

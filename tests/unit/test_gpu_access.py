@@ -1,4 +1,4 @@
-"""How the sidecar gets at decode's GPU: as the pod has it, and never at a second one."""
+"""Check how the sidecar gets at decode's GPU: as the pod has it, and never at a second one."""
 
 from __future__ import annotations
 

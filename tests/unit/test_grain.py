@@ -1,4 +1,4 @@
-"""How large tasklets are: a table of bounds and of what is known against tokens, cuts and joins."""
+"""Sizes of tasklets: a table of bounds and of what is known against tokens, cuts and joins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a policy says, limits hold and decode is safe again within two steps and a tasklet.
+"""Limits hold whatever a policy says, and decode is safe again within two steps and a tasklet.
 
 In simulated time: a decode whose steps take what the true model says, beside a worker that stops
 one tasklet after it has been told to.

@@ -1,4 +1,4 @@
-"""What the table of the comparison says follows from each load's result."""
+"""Check what the table of the comparison says follows from each load's result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pods are made harvestable, and what they get."""
+"""Check which pods are made harvestable, and what they get."""
 
 from __future__ import annotations
 

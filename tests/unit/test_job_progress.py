@@ -1,4 +1,4 @@
-"""How far and how fast a job is, from its worker's reports once a second."""
+"""Check how far and how fast a job is, from its worker's reports once a second."""
 
 from datetime import UTC, datetime
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a kubeconfig says counts as it does for kubectl, or is refused before anything is sent."""
+"""A kubeconfig counts as it does for kubectl, or is refused before anything is sent."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_a_plan_never_exceeds_what_there_is_nor_touches_the_reserve(
 
 
 def test_lending_and_revoking_come_to_rest():
-    """From any start, repeated plans with a quiet decode reach a fixed point within two rounds."""
+    """Repeated plans with a quiet decode reach a fixed point within two rounds from any start."""
     free, lent = 100, 0
     seen = []
     for _ in range(4):

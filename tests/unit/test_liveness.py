@@ -1,4 +1,4 @@
-"""What counts as an operator that a restart would fix, and what does not."""
+"""Check what counts as an operator that a restart would fix, and what does not."""
 
 from windrow_operator.liveness import LOOKS_WITHIN_S, STEPS_WITHIN_S, Liveness
 

@@ -1,4 +1,4 @@
-"""What a local run tells, understood line by line, and the page it leaves."""
+"""Check what a local run tells, understood line by line, and the page it leaves."""
 
 from __future__ import annotations
 

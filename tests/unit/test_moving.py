@@ -58,7 +58,7 @@ def slot(key, tokens, *holders, **changes):
 
 
 def due(jobs, *slots, minutes=(0, 2, 5), moves=None):
-    """What is due at the last of these minutes."""
+    """Return what is due at the last of these minutes."""
     moves, table = moves or JobMoves(), SlotTable(slots)
     for minute in minutes:
         found = moves.due(jobs, table, NOW + timedelta(minutes=minute))

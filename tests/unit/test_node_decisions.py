@@ -1,4 +1,4 @@
-"""What a node decides: restarts, probes' verdicts, phases, conditions, which pods it takes."""
+"""Decisions of a node: restarts, probes' verdicts, phases, conditions, which pods it takes."""
 
 from datetime import UTC, datetime, timedelta
 

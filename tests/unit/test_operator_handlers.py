@@ -1,4 +1,4 @@
-"""What the operator makes of the changes that kopf tells it."""
+"""Check what the operator makes of the changes that kopf tells it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which events of jobs wait for the operator, and when they need not any more."""
+"""Check which events of jobs wait for the operator, and when they need not any more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Event = attach_pb2.JobEvent
 
 
 def kept_of(outbox: EventOutbox) -> list[tuple[str, int, str]]:
-    """What a new stream would carry."""
+    """Return what a new stream would carry."""
 
     async def read() -> list[tuple[str, int, str]]:
         found, number = [], 0

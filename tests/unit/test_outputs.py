@@ -1,4 +1,4 @@
-"""Where a job may write, with real directories and links."""
+"""Check where a job may write, with real directories and links."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Where a job goes, and what it is told when it cannot go anywhere."""
+"""Check where a job goes, and what it is told when it cannot go anywhere."""
 
 from __future__ import annotations
 

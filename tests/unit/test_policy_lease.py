@@ -1,4 +1,4 @@
-"""When a policy ends that no operator renews, and when an operator renews it."""
+"""Check when a policy ends that no operator renews, and when an operator renews it."""
 
 from datetime import UTC, datetime, timedelta
 

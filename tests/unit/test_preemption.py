@@ -1,4 +1,4 @@
-"""Which jobs give way to one of higher priority."""
+"""Check which jobs give way to one of higher priority."""
 
 from dataclasses import replace
 from datetime import UTC, datetime

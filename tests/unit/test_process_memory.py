@@ -1,4 +1,4 @@
-"""What the operator does about Python's collector: what has ended goes."""
+"""Check what the operator does about Python's collector: what has ended goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two processes say to each other, and what of an error a person gets to see."""
+"""Check what two processes say to each other, and what of an error a person gets to see."""
 
 from __future__ import annotations
 

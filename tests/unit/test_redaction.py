@@ -1,4 +1,4 @@
-"""What of URLs nobody may see is in no message and no log."""
+"""Check what of URLs nobody may see is in no message and no log."""
 
 from __future__ import annotations
 

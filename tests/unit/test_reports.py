@@ -1,4 +1,4 @@
-"""What a sidecar says, and what the operator then knows."""
+"""Check what a sidecar says, and what the operator then knows."""
 
 from __future__ import annotations
 

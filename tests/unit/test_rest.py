@@ -1,4 +1,4 @@
-"""When a sidecar reports seldom: nothing runs, and nothing has changed that placement looks at."""
+"""Rest of a sidecar: it reports seldom while nothing runs and placement would see no change."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What README and `--help` promise of commands and specs is so."""
+"""Check what README and `--help` promise of commands and specs is so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `top`, `explain` and `report` show for given slots, jobs and answers of Prometheus."""
+"""Check what `top`, `explain` and `report` show for given slots, jobs and answers of Prometheus."""
 
 from __future__ import annotations
 

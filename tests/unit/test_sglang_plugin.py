@@ -114,7 +114,7 @@ class Batch:
 
 
 def parts_with(**step_hook) -> SimpleNamespace:
-    """What a scheduler is harvested with, as far as a step asks for it."""
+    """Return what a scheduler is harvested with, as far as a step asks for it."""
     return SimpleNamespace(
         inner=SimpleNamespace(is_awake=True, controller=SimpleNamespace(terms=None)),
         hook=SimpleNamespace(**{"first_token_objective_us": 0, **step_hook}),

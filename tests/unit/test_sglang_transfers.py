@@ -1,4 +1,4 @@
-"""Which transfer libraries may write KV into an arena on a GPU."""
+"""Check which transfer libraries may write KV into an arena on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of decode beside trainers make of steps and tasklets."""
+"""Check what the benchmarks of decode beside trainers make of steps and tasklets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make docs` makes of names and examples, and what it finds wrong with a site."""
+"""Check what `make docs` makes of names and examples, and what it finds wrong with a site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which slots rest, and for how long."""
+"""Check which slots rest, and for how long."""
 
 from datetime import UTC, datetime, timedelta
 

@@ -1,4 +1,4 @@
-"""What a HarvestSlot says of its device."""
+"""Check what a HarvestSlot says of its device."""
 
 from __future__ import annotations
 

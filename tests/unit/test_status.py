@@ -1,4 +1,4 @@
-"""What the status says for people, and which changes of it can wait."""
+"""Check what the status says for people, and which changes of it can wait."""
 
 from __future__ import annotations
 

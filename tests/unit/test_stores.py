@@ -1,4 +1,4 @@
-"""With which settings a client of S3 asks a store, by whose store it is."""
+"""Check with which settings a client of S3 asks a store, by whose store it is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def nobody(monkeypatch, tmp_path):
 
 
 def asked_by(endpoint=None) -> dict:
-    """What a client with a Secret is opened with."""
+    """Return what a client with a Secret is opened with."""
     values = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     if endpoint:
         values["AWS_ENDPOINT_URL"] = endpoint

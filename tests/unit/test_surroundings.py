@@ -1,4 +1,4 @@
-"""What of decode's environment its sidecar gets, to reach the world outside as decode does."""
+"""Environment that a sidecar gets of its decode, to reach the world outside as decode does."""
 
 from __future__ import annotations
 

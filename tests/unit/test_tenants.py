@@ -1,4 +1,4 @@
-"""What tenants who do not trust each other can do to each other: each attempt, refused."""
+"""Check what tenants who do not trust each other can do to each other: each attempt, refused."""
 
 from __future__ import annotations
 

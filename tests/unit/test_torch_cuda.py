@@ -1,4 +1,4 @@
-"""Why torch sees no GPU is said with the versions, and with which of them to change."""
+"""Check why torch sees no GPU is said with the versions, and with which of them to change."""
 
 from __future__ import annotations
 

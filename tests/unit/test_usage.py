@@ -1,4 +1,4 @@
-"""What jobs have had under a policy: of today, by namespace, and after a restart."""
+"""Check what jobs have had under a policy: of today, by namespace, and after a restart."""
 
 from datetime import UTC, datetime, timedelta
 

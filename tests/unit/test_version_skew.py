@@ -62,7 +62,7 @@ def old(released):
 
 
 def crossed(message, kind):
-    """What the other side reads of a message."""
+    """Return what the other side reads of a message."""
     return kind.FromString(message.SerializeToString())
 
 
@@ -85,7 +85,7 @@ def test_the_protocol_only_grows(released, name):
 
 
 def _holds(ours, theirs, where):
-    """Everything that `theirs` has, `ours` has with the same number, name and type."""
+    """Fields that `theirs` has, `ours` has with the same number, name and type."""
     messages = ours.message_type if hasattr(ours, "message_type") else ours.nested_type
     inner = theirs.message_type if hasattr(theirs, "message_type") else theirs.nested_type
     for message in inner:

@@ -1,4 +1,4 @@
-"""Whose turn it is, and that what has changed is neither missed nor looked at twice."""
+"""Check whose turn it is, and that what has changed is neither missed nor looked at twice."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What a worker writes comes out of the agent, line by line and marked with its job."""
+"""Check what a worker writes comes out of the agent, line by line and marked with its job."""
 
 from __future__ import annotations
 

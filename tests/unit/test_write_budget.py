@@ -1,4 +1,4 @@
-"""What can wait is written at one rate, however much there is of it."""
+"""Check what can wait is written at one rate, however much there is of it."""
 
 from datetime import UTC, datetime, timedelta
 

@@ -1,4 +1,4 @@
-"""What a fault is done to: a job that runs on a pod, and hands that stop and slow processes."""
+"""Scene of a fault: a job that runs on a pod, and hands that stop and slow processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUP = ("windrow.dev", "v1alpha1")
 
 @dataclass
 class Scene:
-    """What a fault is done to: a job that runs on `pod`, and the job as it was then."""
+    """Scene of a fault: a job that runs on `pod`, and the job as it was then."""
 
     farm: Farm
     job: JobView
@@ -70,7 +70,7 @@ class Scene:
 
     @property
     def destination(self) -> Path:
-        """Where the adapter goes."""
+        """Return where the adapter goes."""
         return self.farm.out / self.job.name
 
     @property

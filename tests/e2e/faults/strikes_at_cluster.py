@@ -1,4 +1,4 @@
-"""What can break around a job: the Lease, the API server, etcd, what is registered there, disks."""
+"""Faults around a job: the Lease, the API server, etcd, what is registered there, disks."""
 
 from __future__ import annotations
 

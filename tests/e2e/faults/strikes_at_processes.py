@@ -1,4 +1,4 @@
-"""What can break while a job runs: its worker, a sidecar, decode, the operator.
+"""Faults of processes while a job runs: its worker, a sidecar, decode, the operator.
 
 Each function breaks one thing and returns once that is over. What it says itself is the fault's own
 mark (a reason, an event that has to come, a process that is another one now); that the job, the
@@ -186,7 +186,7 @@ def operator_killed_as_another_job_comes(scene: Scene) -> None:
 
 
 def operator_killed_before_the_end(scene: Scene) -> None:
-    """What the worker says last waits in its sidecar for the next operator."""
+    """Keep the worker's last report in its sidecar for the next operator."""
     operator = scene.operator()
     os.kill(operator, signal.SIGSTOP)
     try:

@@ -1,4 +1,4 @@
-"""What people do to a job, to its policy and beside it while it runs."""
+"""Acts of people on a job, on its policy and beside it while it runs."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def _survives(
 
 
 def _serves_alone(events: Sequence[StepEvent | MarkEvent]) -> bool:
-    """Whether decode has taken some steps since its worker was gone, and lends nothing any more."""
+    """Return whether decode has stepped since its worker was gone, and lends nothing any more."""
     since_ns = closing.gone_ns(events)
     if since_ns is None:
         return False

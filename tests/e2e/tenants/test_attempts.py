@@ -1,4 +1,4 @@
-"""What one tenant tries on another, on a real API server: none of it succeeds."""
+"""Check what one tenant tries on another, on a real API server: none of it succeeds."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def to_device(made: Tensor, device: torch.device) -> Tensor:
 
 
 def waits(packet: str, arguments: tuple[Any, ...]) -> bool:
-    """Whether CUDA's kernel would make the host wait for the device."""
+    """Return whether CUDA's kernel would make the host wait for the device."""
     masks = (torch.bool, torch.uint8)
     by_mask = packet in BY_MASK and any(
         isinstance(index, Tensor) and index.dtype in masks for index in arguments[1]
