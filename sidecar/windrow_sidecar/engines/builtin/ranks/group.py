@@ -157,7 +157,7 @@ def fork_ranks(
     Args:
         ranks: of the engine.
         follow: what the others do, to their end: they send something once they have read their
-            weights, then they do what they are told.
+            weights, then they do what rank 0 sends.
         late_after_s: a rank that takes longer over its part of a pass ends the engine.
     """
 
