@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from windrow_sidecar._core import Arena, Geometry
+from windrow_sidecar._core import Arena, Geometry, plan_lending
 from windrow_sidecar.engines.chunks import ChunkHoldings
 
 CHUNKS, PAGES, OWNER = 8, 4, 3
@@ -50,6 +50,34 @@ def test_empty_chunks_go_from_the_highest_id_and_never_the_first(holdings):
     assert holdings.emptiest(free, at_most=2, keep_pages=0) == [7, 5]
     assert holdings.emptiest(free, at_most=8, keep_pages=sum(free)) == []
     assert holdings.emptiest(free, at_most=8, keep_pages=sum(free) - 3) == [7]
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4, 5, 8])
+def test_as_many_can_be_lent_as_lending_ever_lends(chunks):
+    geometry = Geometry(
+        layers=1,
+        kv_heads=1,
+        head_dim=32,
+        dtype_bytes=4,
+        block_bytes=8192,
+        chunks=chunks,
+        layout="token-major",
+    )
+    arena = Arena.create(geometry, reserved_chunks=1)
+    holdings = ChunkHoldings(arena, pages_per_chunk=PAGES, n_pages=chunks * PAGES - 1)
+    free = [len(holdings.pages_of(chunk)) for chunk in range(chunks)]
+    for chunk in holdings.emptiest(free, at_most=chunks, keep_pages=PAGES):
+        holdings.give(chunk)
+    lent = 0
+    needs = {"wanted": chunks, "limit": chunks, "reserve": 1, "kv_short": False}
+    while (lend := plan_lending(arena.counts(), **needs, since_revoke_ns=10**18)[1]) > 0:
+        lent += len(arena.lend(lend, owner=OWNER))
+    arena.close()
+    assert lent == max(0, chunks - 4)
+    again = Arena.create(geometry, reserved_chunks=1)
+    held = ChunkHoldings(again, pages_per_chunk=PAGES, n_pages=chunks * PAGES - 1)
+    assert held.most_lendable() == lent
+    again.close()
 
 
 def test_what_is_lent_is_not_available_and_what_came_back_is_at_the_next_look(arena, holdings):

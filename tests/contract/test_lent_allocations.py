@@ -18,10 +18,12 @@ from support.lending_decode import LendingDecode
 from support.lent_allocations import LentAllocations
 
 from windrow.errors import Transient
+from windrow.protocol import WorkerEvent
 from windrow_sidecar._core import Arena, DeviceAllocator
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.compute.sharing import Sharing
 from windrow_sidecar.compute.whole_device import WholeDevice
+from windrow_sidecar.finetune.colocated import slot as slot_module
 from windrow_sidecar.finetune.colocated.slot import WorkerSlot
 from windrow_sidecar.finetune.colocated.slot_device import SlotDevice
 from windrow_sidecar.finetune.job.assembly import read_job
@@ -413,3 +415,34 @@ def test_a_slot_whose_torch_allocates_from_chunks_asks_for_memory_before_it_load
         slot.close()
         assert beside.budget.chunks == 0
     assert decode.most_wanted >= 6
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_job_that_waits_for_its_first_memory_says_so_and_when_it_is_over(
+    beside, run_dir, monkeypatch
+):
+    monkeypatch.setattr(slot_module, "TELL_OF_WAIT_S", 0.0)
+    monkeypatch.setattr(slot_module, "LENDING_SETTLES_S", 0.0)
+    monkeypatch.setattr(slot_module.GrantGate, "wait", lambda gate: None)
+    told: list[WorkerEvent] = []
+
+    def hear(event: WorkerEvent) -> None:
+        told.append(event)
+        if event.kind == "PAUSED":
+            beside.lend(2)
+
+    def loads_nothing(of):
+        raise Transient("it was about to load")
+
+    slot_device = SlotDevice(
+        HostDevice(),
+        WholeDevice("finetune", 2),
+        Sharing("temporal", "a test"),
+        beside.memory,
+    )
+    slot = WorkerSlot(WORKER, beside.worker, slot_device, loads_nothing)
+    with pytest.raises(Transient, match="about to load"):
+        slot.take(read_job(job_file(run_dir)), JobState(), tell=hear)
+    assert [event.kind for event in told] == ["PAUSED", "RESUMED"]
+    assert "raise spec.limits.maxMemoryPercent" in told[0].detail
+    slot.close()

@@ -13,7 +13,7 @@ import torch
 from windrow.errors import InvariantBroken, UserError
 from windrow.rundir import ENV_RUN_DIR, RunDir
 from windrow_sidecar.engines import hook
-from windrow_sidecar.engines.sglang import hooking, plugin
+from windrow_sidecar.engines.sglang import compat, hooking, opening, plugin
 from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest
 from windrow_sidecar.engines.sglang.pool import check_pool, plan_geometry
 from windrow_sidecar.qos.view import Grant
@@ -335,3 +335,62 @@ def test_what_is_no_method_is_refused_and_nothing_is_hooked(stock):
             after={},
         )
     assert stock.add is original
+
+
+def test_made_up_weights_are_not_shared_and_their_flag_is_named():
+    compat.check_load_format(SimpleNamespace(load_format="auto"))
+    with pytest.raises(UserError, match="Leave it out to serve the checkpoint") as refused:
+        compat.check_load_format(SimpleNamespace(load_format="dummy"))
+    assert refused.value.field == "--load-format dummy"
+
+
+def test_a_pool_of_which_no_chunk_could_be_lent_is_refused_with_what_it_needs():
+    chunks = SimpleNamespace(most_lendable=lambda: 0, pages_per_chunk=16)
+    allocator = SimpleNamespace(chunks=chunks, page_size=16, size=768)
+    with pytest.raises(UserError, match="Serve with 1024 tokens of KV or more") as refused:
+        opening._lendable(allocator)
+    assert (refused.value.field, refused.value.reason) == ("--max-total-tokens", "KvPoolTooSmall")
+    chunks.most_lendable = lambda: 3
+    assert opening._lendable(allocator) == 3
+
+
+def test_empty_chunks_are_looked_for_only_while_decodes_stream_is_idle():
+    """A stream that is never idle is waited for once a second."""
+    now_ns, idle, looked = [10**12], [False], []
+    policy = SimpleNamespace(mode="harvest", max_memory_percent=50)
+    inner = SimpleNamespace(
+        is_awake=True, chunks_lacking=2, controller=SimpleNamespace(terms=policy)
+    )
+    allocator = SimpleNamespace(
+        chunks=SimpleNamespace(pages_per_chunk=4, lent_pages=0),
+        page_size=16,
+        settle=lambda now: None,
+        hold=lambda pages: None,
+        is_idle=lambda: idle[0],
+        set_free=lambda wanted, keep_pages: looked.append(now_ns[0]) or 1,
+    )
+    arena = SimpleNamespace(counts=lambda: (2, 6, 0, 1, 0))
+    parts = SimpleNamespace(
+        inner=inner,
+        allocator=allocator,
+        arena=arena,
+        hook=SimpleNamespace(failed=False),
+        reserved_tokens=0,
+        splits=SimpleNamespace(units=2),
+    )
+    harvest = SchedulerHarvest(parts, None, clock=lambda: now_ns[0])
+    scheduler = SimpleNamespace(running_batch=SimpleNamespace(reqs=[]), waiting_queue=[])
+    harvest.between_batches(scheduler)
+    assert len(looked) == 1, "the first time it is due"
+    for _ in range(20):
+        now_ns[0] += 10_000_000
+        harvest.between_batches(scheduler)
+    assert len(looked) == 1, "for 200 ms the stream was busy"
+    idle[0] = True
+    now_ns[0] += 10_000_000
+    harvest.between_batches(scheduler)
+    assert len(looked) == 2
+    idle[0] = False
+    now_ns[0] += 1_100_000_000
+    harvest.between_batches(scheduler)
+    assert len(looked) == 3

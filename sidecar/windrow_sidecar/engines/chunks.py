@@ -101,6 +101,16 @@ class ChunkHoldings:
                 spare -= n
         return found
 
+    def most_lendable(self) -> int:
+        """Return how many chunks a worker could ever have, with no request in decode.
+
+        Decode keeps a chunk's worth of free pages, the arena one chunk in reserve, and lending
+        another one beside it (see `plan_lending`).
+        """
+        free = [len(self.pages_of(chunk)) for chunk in range(len(self._held))]
+        empty = self.emptiest(free, at_most=len(free), keep_pages=self.pages_per_chunk)
+        return max(0, len(empty) - 2)
+
     def reclaim_of_the_dead(self) -> None:
         """Take back what is lent where nobody is attached any more."""
         owners = {

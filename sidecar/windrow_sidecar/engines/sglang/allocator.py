@@ -14,6 +14,12 @@ import torch
 
 from windrow_sidecar._core import Arena, Error
 from windrow_sidecar.engines.chunks import ChunkHoldings
+from windrow_sidecar.engines.sglang.free_pages import (
+    is_idle,
+    pages_by_chunk,
+    pages_of_range,
+    without_chunks,
+)
 from windrow_sidecar.engines.sglang.pool import buffers_of, pool_of_tokens
 
 Fence = Callable[[], Callable[[int], bool]]
@@ -44,6 +50,7 @@ def allocator_class(arena: Arena, fence: Fence) -> type[Any]:
                 arena, pages_per_chunk=slots // page_size, n_pages=size // page_size
             )
             self._parked: deque[tuple[Callable[[int], bool], list[int]]] = deque()
+            self._blanking: Any = None  # a stream of a GPU
             super().__init__(size, page_size, dtype, device, kvcache, need_sort)
 
         @property
@@ -103,15 +110,16 @@ def allocator_class(arena: Arena, fence: Fence) -> type[Any]:
             if len(self.free_pages) + self.num_staged_pages >= n_pages:
                 return
             while self._parked:
-                self._stage(page for c in self._parked.pop()[1] for page in self.chunks.pages_of(c))
+                for parked in self._parked.pop()[1]:
+                    self._stage(self.chunks.pages_of(parked))
             try:
                 while len(self.free_pages) + self.num_staged_pages < n_pages:
                     chunk = self.chunks.take()
                     if chunk is None:
                         return
-                    self._stage(self.chunks.pages_of(chunk))
                     if self.chunks.was_lent(chunk):
                         self._blank(chunk)
+                    self._stage(self.chunks.pages_of(chunk))
             except Error:  # SGLang answers a short pool; it must not die of ours
                 return
 
@@ -122,6 +130,10 @@ def allocator_class(arena: Arena, fence: Fence) -> type[Any]:
                     self.chunks.give(chunk)
             self.chunks.refresh()
 
+        def is_idle(self) -> bool:
+            """Return whether looking at free pages would wait for no work of decode's."""
+            return is_idle(torch.device(self.device))
+
         def set_free(self, n_chunks: int, *, keep_pages: int) -> int:
             """Take up to so many empty chunks out of use, leaving `keep_pages` free pages.
 
@@ -131,13 +143,15 @@ def allocator_class(arena: Arena, fence: Fence) -> type[Any]:
             free = self.get_all_free_pages()
             if n_chunks <= 0 or len(free) - keep_pages < self.chunks.pages_per_chunk:
                 return 0
-            where = free // self.chunks.pages_per_chunk
-            counts = torch.bincount(where, minlength=arena.geometry.chunks).tolist()
+            n, chunks = self.chunks.pages_per_chunk, arena.geometry.chunks
+            counts = pages_by_chunk(free, n, chunks)
             chosen = self.chunks.emptiest(counts, at_most=n_chunks, keep_pages=keep_pages)
             if not chosen:
                 return 0
-            leaves = torch.isin(where, torch.tensor(chosen, device=free.device))
-            self.free_pages, _ = torch.sort(free[~leaves])
+            leaving = sum(counts[chunk] for chunk in chosen)
+            self.free_pages = without_chunks(
+                free, chosen, pages_per_chunk=n, chunks=chunks, leaving=leaving
+            )
             self.staged_pages.clear()
             self.num_staged_pages = 0
             self._parked.append((fence(), chosen))
@@ -147,18 +161,29 @@ def allocator_class(arena: Arena, fence: Fence) -> type[Any]:
             return sum(len(self.chunks.pages_of(c)) for _, some in self._parked for c in some)
 
         def _blank(self, chunk: int) -> None:
-            """Zero what a worker has left: a kernel may multiply slots that it masks, by 0."""
-            slots = arena.geometry.slots_per_chunk
-            for buffer in buffers_of(pool_of_tokens(self._kvcache)):
-                buffer[chunk * slots : (chunk + 1) * slots].zero_()
-            if buffer.is_cuda:
-                # A transfer may write into the pages once they are handed out, on no stream of
-                # torch's: what it has written must not be zeroed.
-                torch.cuda.current_stream().synchronize()
+            """Zero what a worker has left: a kernel may multiply slots that it masks, by 0.
 
-        def _stage(self, pages: Any) -> None:  # noqa: ANN401
-            staged = torch.tensor([*pages], dtype=torch.int64, device=self.device)
-            self.staged_pages.append(staged)
-            self.num_staged_pages += len(staged)
+            Before the pages are handed out: a transfer may write into them then, on no stream of
+            torch's, and what it has written must not be zeroed. The stream is the allocator's own,
+            so that only this is waited for; the worker's writes ended before it gave the chunk
+            back.
+            """
+            slots = arena.geometry.slots_per_chunk
+            buffers = buffers_of(pool_of_tokens(self._kvcache))
+            rows = slice(chunk * slots, (chunk + 1) * slots)
+            if not buffers[0].is_cuda:
+                for buffer in buffers:
+                    buffer[rows].zero_()
+                return
+            if self._blanking is None:
+                self._blanking = torch.cuda.Stream(buffers[0].device, priority=-1)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._blanking):
+                for buffer in buffers:
+                    buffer[rows].zero_()
+            self._blanking.synchronize()
+
+        def _stage(self, pages: range) -> None:
+            self.staged_pages.append(pages_of_range(pages, torch.device(self.device)))
+            self.num_staged_pages += len(pages)
 
     return LendingPagedAllocator

@@ -102,6 +102,20 @@ def check_names(resolve: Callable[[str], Any] = pkgutil.resolve_name) -> None:
             raise _changed(f"{path} takes {parameters}, not {[*wanted]} first")
 
 
+def check_load_format(args: Any) -> None:  # noqa: ANN401
+    """Refuse to share weights that SGLang has made up: no file has them, so none can be found.
+
+    Raises UserError.
+    """
+    if str(args.load_format) == "dummy":
+        raise UserError(
+            "the served weights cannot be shared: SGLang has made them up",
+            field="--load-format dummy",
+            remedy="Leave it out to serve the checkpoint. With it a worker reads the checkpoint's "
+            "files into memory of its own, and trains on weights that decode does not serve.",
+        )
+
+
 def transfer_guard_ns(environment: Mapping[str, str], args: Any) -> int:  # noqa: ANN401
     """Return for how long a chunk waits before it is lent, in nanoseconds.
 

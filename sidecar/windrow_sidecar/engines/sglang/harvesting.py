@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 _CHUNKS_EVERY_NS, _IDLE_EVERY_NS = 5_000_000, 5_000_000
 # How long until empty chunks are looked for again, where there were none.
 _NONE_EMPTY_NS = 100_000_000
+# How long until they are looked for though decode's stream has never been found idle.
+_LOOK_ANYWAY_NS = 1_000_000_000
 # Of a long queue of prompts so many are looked at: more than that no instance computes in time.
 _PROMPTS_SEEN = 64
 # How long an idle scheduler may sleep while somebody reads its heartbeat.
@@ -107,7 +109,7 @@ class SchedulerHarvest:
         self._first: dict[str, _Delivered] = {}  # of each request here, by its ID
         self._tokens = StepTokens()
         self._processed_ns = self._looked_ns = self._idle_ns = 0
-        self._hold_until_ns = self._free_again_ns = 0
+        self._hold_until_ns = self._free_again_ns = self._empty_looked_ns = 0
         self._confined = False
         self._full_share = FullShareEstimate(parts.splits) if learner is not None else None
         self._estimated = False  # whether decisions rest on that
@@ -194,7 +196,8 @@ class SchedulerHarvest:
             allocator.chunks.reclaim_of_the_dead()
         elif now_ns >= self._free_again_ns:
             wanted = self._chunks_to_set_free()
-            if wanted > 0 and not allocator.set_free(wanted, keep_pages=keep):
+            looks = wanted > 0 and self._may_look(now_ns)
+            if looks and not allocator.set_free(wanted, keep_pages=keep):
                 self._free_again_ns = now_ns + _NONE_EMPTY_NS
 
     def idle(self) -> None:
@@ -454,6 +457,17 @@ class SchedulerHarvest:
         free, kv, *others = parts.arena.counts()
         may_have = (free + kv + sum(others)) * terms.max_memory_percent // 100
         return max(lacking, may_have - free - sum(others))
+
+    def _may_look(self, now_ns: int) -> bool:
+        """Return whether to look for empty chunks now: where that waits for no work of decode's.
+
+        A device that is never found idle here is waited for once in `_LOOK_ANYWAY_NS`.
+        """
+        due = now_ns - self._empty_looked_ns >= _LOOK_ANYWAY_NS
+        if not (due or self._parts.allocator.is_idle()):
+            return False
+        self._empty_looked_ns = now_ns
+        return True
 
     def _pages_to_keep(self, scheduler: Any) -> int:  # noqa: ANN401
         """Free pages that are not lent: room for every request to grow while a worker lets go."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from windrow.crd import slot_name
-from windrow.errors import InvariantBroken
+from windrow.errors import InvariantBroken, UserError
 from windrow.eventlog import EventLog
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, RunDir, stored_profiles
 from windrow_sidecar._core import Arena
@@ -65,6 +65,7 @@ def harvest_scheduler(
     otherwise than SGLang's own.
     """
     _probe(opened.scheduler, opened.allocator)
+    lendable = _lendable(opened.allocator)
     speculation = _speculation(opened.args)
     arena, args, weights = opened.arena, opened.args, opened.weights
     device = _device(arena.driver, opened.shares)
@@ -133,11 +134,10 @@ def harvest_scheduler(
         speculates=bool(speculation.label),
     )
     harvest = SchedulerHarvest(parts, None if profile else SoloLearner(device.splits))
-    g = arena.geometry
     _log.info(
         "windrow: %d chunks of %d tokens can be lent; weights are %s",
-        g.chunks - 1,
-        g.slots_per_chunk,
+        lendable,
+        arena.geometry.slots_per_chunk,
         "shared" if weights is not None else "not shared",
     )
     if opened.beside_bytes:
@@ -184,6 +184,25 @@ def _probe(scheduler: Any, allocator: Any) -> None:  # noqa: ANN401
             f"the KV allocator does not count as SGLang's: {total} tokens, {left} less a page, "
             f"{after} with it again"
         )
+
+
+def _lendable(allocator: Any) -> int:  # noqa: ANN401
+    """Return how many chunks can be lent. Raises UserError where it is none, whatever decode does.
+
+    A job that came here would wait for memory without end.
+    """
+    lendable = int(allocator.chunks.most_lendable())
+    if lendable:
+        return lendable
+    tokens = int(allocator.chunks.pages_per_chunk * allocator.page_size)
+    raise UserError(
+        f"no chunk of its KV pool could ever be lent: a chunk is {tokens} tokens, and decode keeps "
+        f"all of the {int(allocator.size)} that the pool has",
+        field="--max-total-tokens",
+        remedy=f"Serve with {4 * tokens} tokens of KV or more: --max-total-tokens or "
+        "--mem-fraction-static. A model that leaves no room for them cannot be harvested here.",
+        reason="KvPoolTooSmall",
+    )
 
 
 def _device(driver: str, shares: GraphShares | None) -> EngineDevice:

@@ -178,12 +178,14 @@ class Plugin:
         self.is_loaded = True
         from windrow.errors import UserError
         from windrow_sidecar.engines.fingerprint import model_fingerprint
+        from windrow_sidecar.engines.sglang import compat
         from windrow_sidecar.engines.sglang.pool import driver_of
         from windrow_sidecar.engines.sglang.weights import share_model
 
         try:
             folder = _model_folder(self.args)
             self.fingerprint = model_fingerprint(folder)
+            compat.check_load_format(self.args)
             device = str(next(model.parameters()).device)
             self.weights = share_model(model, folder, driver_of(device))
         except UserError as error:

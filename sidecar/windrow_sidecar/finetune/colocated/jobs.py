@@ -242,7 +242,7 @@ class WorkerJobs:
                 self._slot = self._open_slot()
             job = replace(job, begun=folder.begun)
             read = self._read_apart(pending) if self._within.reads_apart else None
-            context = self._slot.take(job, pending.job_state, read)
+            context = self._slot.take(job, pending.job_state, read, tell=pending.agent.event)
             return self._job_handle(pending, self._slot, context, folder)
 
         return self._try_to(load, pending)

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from torch.utils.dlpack import from_dlpack
 
+from windrow.conditions import Reason
 from windrow.errors import Transient
+from windrow.protocol import WorkerEvent
 from windrow.rundir import ENV_ONLY_GPU, RunDir
 from windrow_sidecar._core import Arena, AttachError, DriverUnavailable
 from windrow_sidecar.compute.partition import Partition
@@ -53,6 +55,8 @@ log = logging.getLogger(__name__)
 WEIGHTS = "weights"
 # Decode plans what it lends every 20 ms; what has not come after so long does not come soon.
 LENDING_SETTLES_S = 0.5
+# A job that has waited so long for its first chunk says so.
+TELL_OF_WAIT_S = 10.0
 
 Load = Callable[[JobSpec], BaseModel]
 ReadRows = Callable[[RowsWanted], DataSplit]
@@ -109,20 +113,28 @@ class WorkerSlot:
         """True where the model is loaded, so that further jobs can join."""
         return self._base is not None
 
-    def take(self, job: JobSpec, job_state: JobState, read: ReadRows | None = None) -> JobContext:
+    def take(
+        self,
+        job: JobSpec,
+        job_state: JobState,
+        read: ReadRows | None = None,
+        *,
+        tell: Callable[[WorkerEvent], None] = lambda event: None,
+    ) -> JobContext:
         """Load the model and the first job.
 
         Args:
             job: what to do.
             job_state: its own.
             read: has its rows read elsewhere; None: they are read here.
+            tell: hears of a long wait for memory, and of its end.
 
         Raises:
             UserError: model, rows or adapter cannot be honoured.
             Transient: decode went away before it lent any memory.
         """
         if self._slot_device.memory is not None:
-            self._await_memory(self._slot_device.memory, job_state)
+            self._await_memory(self._slot_device.memory, job_state, tell)
         try:
             with job_state.stall.during(LOADING, LOADING_AFTER_S):
                 base = self._load_base(job)
@@ -268,14 +280,24 @@ class WorkerSlot:
             order=self._order,
         )
 
-    def _await_memory(self, memory: AllocatedMemory, job_state: JobState) -> None:
+    def _await_memory(
+        self, memory: AllocatedMemory, job_state: JobState, tell: Callable[[WorkerEvent], None]
+    ) -> None:
         """Ask for all that decode lends, so that loading finds room, until no more comes."""
         self._wanted_for_loading = self._arena.geometry.chunks
         held, since_s = 0, time.monotonic()
+        began_s, told = since_s, False
         while not held or time.monotonic() - since_s < LENDING_SETTLES_S:
             memory.settle()
             if memory.held_chunks != held:
                 held, since_s = memory.held_chunks, time.monotonic()
+            waited_s = time.monotonic() - began_s
+            if not held and not told and waited_s >= TELL_OF_WAIT_S:
+                told = True
+                tell(WorkerEvent("PAUSED", Reason.PAUSED, _no_memory(self._arena)))
+            elif held and told:
+                told = False
+                tell(WorkerEvent("RESUMED", Reason.RESUMED, f"after {waited_s:.1f} s"))
             self.gate.quiet(None)
             self.gate.wait()
             if job_state.stop_asked or self.gate.decode_gone():
@@ -416,3 +438,14 @@ def _same_weights(arena: Arena, manifest_file: Path, model_dir: Path) -> Exporte
         return None
     log.info("sharing decode's weights")
     return ExportedWeights(manifest, from_dlpack(arena.imported(WEIGHTS)))
+
+
+def _no_memory(arena: Arena) -> str:
+    """Say why a job that has no memory waits, and what helps where that does not end."""
+    free, kv, lent, reserved, draining = arena.counts()
+    total = free + kv + lent + reserved + draining
+    return (
+        f"decode lends no memory to load the model into: of {total} chunks its KV has {kv}, and "
+        f"{free + reserved} are free or in reserve. It waits for fewer requests in decode; where "
+        "that has no end, serve with more KV or raise spec.limits.maxMemoryPercent"
+    )
