@@ -455,7 +455,7 @@ SLOT: Final = (
         "runs goes on.",
     ),
     ConditionRow(
-        T.READY, "False", R.TENSOR_PARALLEL, "Decode is split over ranks; not harvested yet."
+        T.READY, "False", R.TENSOR_PARALLEL, "Decode is split over ranks, and a worker here is not."
     ),
     ConditionRow(
         T.READY,

@@ -72,14 +72,25 @@ class RunDir:
     Attributes:
         root: the directory.
         slot: whose files are meant where each slot has its own.
+        rank: of the slot's engine, where each of its ranks has its own.
     """
 
     root: Path
     slot: int = 0
+    rank: int = 0
 
     def of_slot(self, slot: int) -> RunDir:
         """Return the same directory as another slot of the pod sees it."""
         return replace(self, slot=slot)
+
+    def of_rank(self, rank: int) -> RunDir:
+        """Return the same directory as another rank of the slot's engine sees it."""
+        return replace(self, rank=rank)
+
+    @property
+    def _number(self) -> str:
+        """Number of the slot, and of the rank where that is not the first one."""
+        return f"{self.slot}.{self.rank}" if self.rank else str(self.slot)
 
     @property
     def agent_socket(self) -> Path:
@@ -88,7 +99,7 @@ class RunDir:
 
     def arena_socket(self) -> Path:
         """Hands out the descriptors of arena, page and weights; served by the decode process."""
-        return self.root / f"arena-{self.slot}.sock"
+        return self.root / f"arena-{self._number}.sock"
 
     def in_engine_socket(self) -> Path:
         """Takes jobs where the engine runs them in its own process; served by that process."""
@@ -96,7 +107,7 @@ class RunDir:
 
     def weights_manifest(self) -> Path:
         """Return the JSON that says where in the exported weights each parameter is."""
-        return self.root / f"weights-{self.slot}.json"
+        return self.root / f"weights-{self._number}.json"
 
     def profile(self) -> Path:
         """JSON: the engine's latency profile, for people and for its next start."""

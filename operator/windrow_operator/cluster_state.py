@@ -194,6 +194,7 @@ class ClusterState(WatchedObjects):
             node=live.node,
             model=live.facts.model,
             tensor_parallel=live.facts.tensor_parallel,
+            ranks=max(1, live.facts.ranks),
             unseen_device=_unseen(live, pod),
             sharing=live.facts.sharing,
             sharing_code=live.facts.sharing_code,

@@ -251,6 +251,7 @@ class Slot:
     node: str = ""
     model: str = ""
     tensor_parallel: int = 1
+    ranks: int = 1  # of a worker that its sidecar starts
     unseen_device: str = ""  # why no worker can reach it: its sidecar does not see it
     sharing: str = ""  # of a GPU: spatial or temporal; "": of a host, or nobody has said
     sharing_code: str = ""  # why it is shared so, as a reason of the condition SharedInSpace
@@ -276,6 +277,11 @@ class Slot:
     max_jobs: int = 1  # that share a base model may run on it at a time
     # Directories that jobs may write; {namespace} stands for that of the job.
     outputs: tuple[str, ...] = ()
+
+    @property
+    def lacks_ranks(self) -> bool:
+        """Return whether a worker here has other ranks than decode, so that it cannot train."""
+        return self.tensor_parallel > 1 and self.ranks != self.tensor_parallel
 
     @property
     def lacks_space(self) -> bool:

@@ -31,8 +31,8 @@ def capacity_refusal(slot: Slot) -> str:
         return f"has an engine that cannot be harvested: {slot.refused}"
     if slot.off:
         return f"is {slot.off}" if slot.off.startswith("turned") else f"waits: {slot.off}"
-    if slot.tensor_parallel > 1:
-        return f"is one of {slot.tensor_parallel} tensor-parallel ranks, which cannot lend yet"
+    if slot.lacks_ranks:
+        return f"has decode on {slot.tensor_parallel} tensor-parallel ranks, and a worker on one"
     if slot.unseen_device:
         return f"has a GPU that no worker can use: {slot.unseen_device}"
     if slot.lacks_space:

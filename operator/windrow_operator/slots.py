@@ -38,9 +38,10 @@ _DISCONNECTED = (
     "job needs its slot"
 )
 _RANKS = (
-    "Decode runs on {} ranks, of which none can lend memory alone. Deploy an engine for each "
-    "GPU instead (--tp-size 1); each is then a slot"
+    "Decode runs on {} ranks, and its sidecar starts a worker on one. Update the sidecar, or "
+    "deploy an engine for each GPU (--tp-size 1); each is then a slot"
 )
+_OVER_RANKS = "; it runs on decode's {} ranks in time and compute, with memory of its own"
 _SHOW_IT = (
     "In the HarvestPolicy set sidecar.gpuAccess: env on nodes of one tenant, or sidecar.form: "
     "sidecar where decode has its GPU by a ResourceClaim. Then recreate the pod"
@@ -108,6 +109,7 @@ def slot_status(
         "conditions": _conditions(view, held, now),
         "policy": terms.policy.name if terms else None,
         "mode": terms.mode if terms else "off",
+        "ranks": live.facts.ranks if live.facts.ranks > 1 else None,
         "objective": format_duration(objective) if objective else None,
         "objectiveSeconds": objective.total_seconds() if objective else None,
         "jobName": ", ".join(_job_name(job) for job in jobs) or None,
@@ -210,7 +212,7 @@ def readiness(view: Slot) -> tuple[Status, str, str]:
         return "False", Reason.POLICY_OFF, view.terms.why or f"Mode is {view.terms.mode}"
     if view.off:
         return "False", Reason.SWITCHED_OFF, view.off[:1].upper() + view.off[1:]
-    if view.tensor_parallel > 1:
+    if view.lacks_ranks:
         return "False", Reason.TENSOR_PARALLEL, _RANKS.format(view.tensor_parallel)
     if view.unseen_device:
         message = f"No worker can use the GPU: {view.unseen_device}. {_SHOW_IT}"
@@ -228,7 +230,8 @@ def readiness(view: Slot) -> tuple[Status, str, str]:
     if view.resting:
         return "False", Reason.RESTING, f"It rests {view.resting}"
     cut = "; it reports a rate above its hardware, which is cut" if view.overstates else ""
-    return "True", Reason.SERVING, f"The slot can take a job{cut}"
+    ranks = _OVER_RANKS.format(view.ranks) if view.ranks > 1 else ""
+    return "True", Reason.SERVING, f"The slot can take a job{ranks}{cut}"
 
 
 def _notable(live: LiveSlot, view: Slot) -> tuple[object, ...]:

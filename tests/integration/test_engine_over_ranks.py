@@ -118,8 +118,9 @@ def test_a_rank_that_ends_ends_the_engine_which_names_it(model, tmp_path):
     run_dir = RunDir(tmp_path)
     server = Server(model, tmp_path, 2, run_dir=tmp_path)
     try:
-        # In a pod it serves alone, and the sidecar reads why.
-        assert "--tp-size" in json.loads(run_dir.refusal().read_text())["reason"]
+        # In a pod it is open to a worker, rank by rank.
+        assert run_dir.of_rank(1).arena_socket().exists()
+        assert json.loads(run_dir.of_rank(1).weights_manifest().read_text())["ranks"] == 2
         (other,) = server.ranks()
         other.send_signal(signal.SIGSTOP)
         with ThreadPoolExecutor(1) as asking:

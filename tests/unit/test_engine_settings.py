@@ -42,7 +42,7 @@ def test_without_a_run_directory_it_is_an_ordinary_server(tmp_path):
     [
         (["--tp-size", "2", "--device", "cuda"], "--device"),
         (["--tp-size", "2", "--decode-step", "static"], "--decode-step"),
-        (["--tp-size", "2", "--profile", "quick"], "--profile"),
+        (["--tp-size", "2", "--profile", "roofline"], "--profile"),
         (["--port", "70000"], "--port"),
     ],
 )

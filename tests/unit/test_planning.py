@@ -238,7 +238,7 @@ def test_a_policy_that_says_nothing_of_namespaces_is_its_own_namespaces():
         ({"pod_gone": True}, "a pod that is ending"),
         ({"terms": None}, "no valid HarvestPolicy"),
         ({"terms": EffectivePolicy(policy(mode="observe"), "observe")}, "mode observe"),
-        ({"tensor_parallel": 2}, "2 tensor-parallel ranks"),
+        ({"tensor_parallel": 2}, "2 tensor-parallel ranks, and a worker on one"),
         ({"engine_state": "starting"}, "an engine that is starting"),
         ({"breaker": "too many slow steps"}, "gave up harvesting (too many slow steps)"),
         ({"memory_full": True}, "no memory to lend"),

@@ -14,7 +14,7 @@ from waiting import wait_until
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
-from windrow_sidecar.finetune.standalone.ranks import Leader, RankLost
+from windrow_sidecar.finetune.job.ranks import Leader, RankLost
 from windrow_sidecar.finetune.training.health import Unhealthy
 
 

@@ -93,6 +93,15 @@ def test_a_slot_of_several_ranks_says_what_to_run_instead():
     assert capacity_refusal(view)
 
 
+def test_a_slot_of_several_ranks_takes_a_job_where_its_sidecar_starts_as_many():
+    condition, view = ready(tensor_parallel=2, ranks=2)
+    assert condition["status"] == "True"
+    assert condition["message"].endswith("2 ranks in time and compute, with memory of its own")
+    assert not capacity_refusal(view)
+    assert written(tensor_parallel=2, ranks=2)["status"]["ranks"] == 2
+    assert "ranks" not in written()["status"]
+
+
 def test_a_slot_of_a_host_says_nothing_of_a_gpu():
     assert not {"sharing", "sharingReason"} & written()["status"].keys()
 

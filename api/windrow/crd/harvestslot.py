@@ -92,6 +92,10 @@ class HarvestSlotStatus(Record):
         default=None,
         description="starting, serving, gone, or leaving: the sidecar was asked to end.",
     )
+    ranks: int | None = Field(
+        default=None,
+        description="Ranks over which decode's model and a worker's are cut. Absent: one.",
+    )
     sharing: str | None = Field(
         default=None,
         description="How decode and the worker share the GPU: spatial (both at once) or temporal "

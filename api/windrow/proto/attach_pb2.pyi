@@ -66,7 +66,7 @@ class SidecarHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., windrow_version: _Optional[str] = ..., pod_namespace: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., node_name: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotFacts, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RunningJob, _Mapping]]] = ..., leader_term: _Optional[int] = ..., heartbeat_seconds: _Optional[float] = ..., rests: _Optional[bool] = ..., stores_adapters: _Optional[bool] = ...) -> None: ...
 
 class SlotFacts(_message.Message):
-    __slots__ = ("index", "engine", "engine_version", "device", "driver", "model", "model_fingerprint", "compute_units", "finetune_levels", "arena_bytes", "chunk_bytes", "chunks", "tensor_parallel", "endpoint", "max_jobs", "sharing", "sharing_reason", "output_trees", "unseen_device", "sharing_code", "refused")
+    __slots__ = ("index", "engine", "engine_version", "device", "driver", "model", "model_fingerprint", "compute_units", "finetune_levels", "arena_bytes", "chunk_bytes", "chunks", "tensor_parallel", "endpoint", "max_jobs", "sharing", "sharing_reason", "output_trees", "unseen_device", "sharing_code", "ranks", "refused")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +87,7 @@ class SlotFacts(_message.Message):
     OUTPUT_TREES_FIELD_NUMBER: _ClassVar[int]
     UNSEEN_DEVICE_FIELD_NUMBER: _ClassVar[int]
     SHARING_CODE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     index: int
     engine: str
@@ -108,8 +109,9 @@ class SlotFacts(_message.Message):
     output_trees: _containers.RepeatedScalarFieldContainer[str]
     unseen_device: str
     sharing_code: str
+    ranks: int
     refused: str
-    def __init__(self, index: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., arena_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., max_jobs: _Optional[int] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., output_trees: _Optional[_Iterable[str]] = ..., unseen_device: _Optional[str] = ..., sharing_code: _Optional[str] = ..., refused: _Optional[str] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., arena_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., max_jobs: _Optional[int] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., output_trees: _Optional[_Iterable[str]] = ..., unseen_device: _Optional[str] = ..., sharing_code: _Optional[str] = ..., ranks: _Optional[int] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class OperatorHello(_message.Message):
     __slots__ = ("protocol_version", "operator_version", "heartbeat_seconds", "leader_term", "rest_heartbeat_seconds", "renews")

@@ -137,7 +137,7 @@ class AgentSlot:
     def _devices(self, hello: agent_pb2.EngineHello) -> WorkerDevices:
         """Return what of the pod's devices workers are shown: where there are more, decode's."""
         if hello.driver == "host":
-            return WorkerDevices(cores=tuple(hello.cores))
+            return WorkerDevices(cores=tuple(hello.cores), ranks=max(1, hello.tensor_parallel))
         several = bool(self._settings.gpu_access) or len(self._gpus.found.uuids or ()) > 1
         known = several and hello.device_uuid
         # Shares of SMs that only workers have are worth nothing.
@@ -279,10 +279,12 @@ class AgentSlot:
     def max_jobs(self) -> int:
         """Return how many jobs over one base may run here at a time.
 
-        On a GPU one: what a job that is away leaves in lent memory is not counted yet.
+        On a GPU one: what a job that is away leaves in lent memory is not counted yet. Over several
+        ranks one: they train a single job.
         """
-        on_host = self.hello is not None and self.hello.driver == "host"
-        return self._settings.max_jobs if on_host else 1
+        hello = self.hello
+        several = hello is not None and hello.driver == "host" and hello.tensor_parallel <= 1
+        return self._settings.max_jobs if several else 1
 
     def _refuses_all(self) -> tuple[Reason, str] | None:
         if self._leaving:
@@ -374,6 +376,7 @@ class AgentSlot:
             chunk_bytes=h.chunk_bytes,
             chunks=h.chunks,
             tensor_parallel=h.tensor_parallel,
+            ranks=self._devices(h).ranks,
             endpoint=h.endpoint,
             max_jobs=self.max_jobs(),
             sharing=sharing.mode if sharing else "",

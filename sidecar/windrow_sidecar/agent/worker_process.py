@@ -115,7 +115,7 @@ def name_of(assign: attach_pb2.Assign) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDevices:
-    """Devices of the pod that a slot's workers may see.
+    """Devices of the pod that a slot's workers may see, and over how many ranks they use them.
 
     Attributes:
         gpu: the only GPU that they see, as CUDA_VISIBLE_DEVICES names it; "": all that this
@@ -123,11 +123,13 @@ class WorkerDevices:
         cores: of the machine, that are the slot's device; none: all that this process has.
         mps: variables that make them clients of the pod's MPS daemon, and their priority there;
             none: they share in time.
+        ranks: processes of a worker: as many as decode's model is cut over.
     """
 
     gpu: str = ""
     cores: tuple[int, ...] = ()
     mps: tuple[tuple[str, str], ...] = ()
+    ranks: int = 1
 
 
 class WorkerProcess:
@@ -331,6 +333,8 @@ async def start_worker(
     Raises:
         OSError: it cannot be started.
     """
+    if devices.ranks > 1:
+        arguments = [*arguments, "--tp", str(devices.ranks)]
     source = os.open(os.devnull, os.O_RDONLY) if stdin is None else os.dup(stdin)
     command = [sys.executable, "-m", settings.worker_module, *arguments]
     environment = worker_environment(settings, devices)

@@ -173,6 +173,11 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
     from windrow_sidecar.compute.host import HostPartition, load_openmp
 
     partition = HostPartition.from_affinity("finetune")
+    if options.tp > 1:
+        from windrow_sidecar.finetune.colocated.ranks import threads_of_rank
+
+        share = threads_of_rank(options.tp)
+        partition = HostPartition.from_affinity("finetune", set_threads=share)
     load_openmp()
     # Loading is not granted by anyone: it takes the one core that decode needs least.
     os.sched_setaffinity(0, partition.cpus[-1:])
@@ -189,24 +194,35 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
         from windrow_sidecar.finetune.data.readers import Readers
         from windrow_sidecar.turn import TurnNote
 
-        readers = Readers()  # forked: before anything starts a thread
+        run_dir = RunDir(options.run_dir, options.slot)
+        from windrow_sidecar.finetune.colocated.ranks import RankGroup
+
+        group: RankGroup | None = None
+        if options.tp > 1:  # forked: before anything starts a thread, as the readers are
+            group = RankGroup(run_dir, options.tp, partition.cpus)
+        readers = Readers()
         from windrow_sidecar.finetune.colocated.slot import open_slot
 
-    run_dir = RunDir(options.run_dir, options.slot)
+    if group is not None:
+        group.join()
     logs = JobLogs(run_dir)
     logs.setFormatter(RedactingFormatter(LOG_FORMAT))
     logging.getLogger().handlers[:] = [logs]
     jobs = WorkerJobs(
         run_dir,
         JobOrder(options.job_uid, options.epoch),
-        lambda: open_slot(options.epoch, run_dir, partition, _copy_rate()),
+        lambda: open_slot(options.epoch, run_dir, partition, _copy_rate(), group=group),
         lambda order: _event_log(run_dir, order),
         readers,
         TurnNote(run_dir.turn_note()),
         logs=logs,
     )
     signal.signal(signal.SIGTERM, lambda *_: jobs.ask_to_stop("SIGTERM"))
-    return int(jobs.run())
+    try:
+        return int(jobs.run())
+    finally:
+        if group is not None:
+            group.end()
 
 
 def _relay(socket: Path, options: argparse.Namespace) -> int:

@@ -40,6 +40,7 @@ def start(
         predictor=settings.harvest_predictor,
         without=settings.harvest_without,
         in_turns=settings.in_engine,
+        lends=settings.ranks == 1,
     )
     if harvest.without:
         _mark(log, "unprotected", ", ".join(sorted(harvest.without)))

@@ -111,7 +111,7 @@ def load(
         torch.cuda.synchronize()  # a write that is still on its way would hit a sealed page
     shared.seal()
     if settings.run_dir is not None:
-        export_weights(arena, shared, layout, settings.run_dir, fingerprint)
+        export_weights(arena, shared, layout, settings.run_dir, fingerprint, settings.ranks)
     cache = KvCache(
         from_dlpack(arena.tensor(0, arena.geometry.arena_bytes)).view(dtype),
         config,
@@ -146,11 +146,16 @@ def load(
 
 
 def export_weights(
-    arena: Arena, shared: SharedWeights, layout: Layout, run_dir: RunDir, fingerprint: str
+    arena: Arena,
+    shared: SharedWeights,
+    layout: Layout,
+    run_dir: RunDir,
+    fingerprint: str,
+    ranks: int = 1,
 ) -> None:
     """Let the worker map the sealed weights, and write where in them each parameter is."""
     arena.export(_EXPORTED_WEIGHTS, shared.fd, n_bytes=layout.n_bytes)
-    write_manifest(run_dir.weights_manifest(), layout, fingerprint)
+    write_manifest(run_dir.weights_manifest(), layout, fingerprint, ranks)
 
 
 def make_decoder(settings: EngineSettings, model: LlamaModel, units: int) -> Decoder:

@@ -100,6 +100,19 @@ class DecodeLoop:
             else:
                 self.step()
 
+    def submit(self, message: Submit) -> None:
+        """Queue a request, on every rank."""
+        if self._parts.others is not None:
+            self._parts.others.hear(message)
+        self._scheduler.submit(message)
+
+    def clear(self) -> None:
+        """Forget all requests, on every rank; no client hears of their ends."""
+        if self._parts.others is not None:
+            for request in self._scheduler.requests():
+                self._parts.others.hear(Cancel(request.id, ""))
+        self._scheduler.clear()
+
     @torch.inference_mode()
     def step(self) -> StepEvent | None:
         """Admit, decide, compute, deliver. Returns the event, None when no request got a token."""
@@ -140,7 +153,7 @@ class DecodeLoop:
         ride = self._wait_for_turn(decision, start_ns, [] if prefill else batch)
 
         if parts.others is not None:
-            parts.others.tell(admits=admits)
+            self._tell_ranks(parts.others, decision, admits=admits)
         if prefill is not None:
             begin_ns = parts.clock_ns()
             parts.model.prefill(prefill[1], prefill[0].kv)
@@ -200,6 +213,15 @@ class DecodeLoop:
                 parts.partition.activate(parts.units)
             return Grant()
         return decision
+
+    def _tell_ranks(self, others: RankLeader, decision: Grant, *, admits: bool) -> None:
+        """Have the other ranks compute the pass, on the units that were decided for all of them.
+
+        One that could not move to its units ends harvesting: the next pass has all of them again.
+        """
+        others.tell(admits=admits, units=decision.decode_units or self._parts.units)
+        if others.refused:
+            self._parts.hook.give_up(InvariantBroken(others.refused))
 
     def _wait_for_turn(
         self, decision: Grant, start_ns: int, batch: list[EngineRequest]
@@ -297,11 +319,11 @@ class DecodeLoop:
     def _take_messages(self) -> None:
         others = self._parts.others
         for message in self._channel.receive():
-            if others is not None and isinstance(message, Submit | Cancel):
-                others.hear(message)
             if isinstance(message, Submit):
-                self._scheduler.submit(message)
+                self.submit(message)
             elif isinstance(message, Cancel):
+                if others is not None:
+                    others.hear(message)
                 self._cancel(message)
 
     def _cancel(self, cancel: Cancel) -> None:

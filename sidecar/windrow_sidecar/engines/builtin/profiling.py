@@ -194,7 +194,7 @@ def settle_threads(parts: LoopParts, threads: Threads, *, batch: int, context: i
 def _steps_at(loop: DecodeLoop, parts: LoopParts, point: Point, steps: int) -> list[StepEvent]:
     """Decode so many steps with all requests of the point in the batch, after a warm-up."""
     for i in range(point.batch):
-        parts.scheduler.submit(request(i, point.context, WARM_UP_STEPS + steps))
+        loop.submit(request(i, point.context, WARM_UP_STEPS + steps))
     events: list[StepEvent] = []
     while not parts.scheduler.is_empty:
         event = loop.step()
@@ -230,9 +230,13 @@ def request(number: int, context: int, steps: int) -> Submit:
 
 @contextmanager
 def muted(parts: LoopParts) -> Iterator[DecodeLoop]:
-    """A loop that nobody listens to."""
+    """A loop that nobody listens to; it leaves no request behind, on any rank."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         channel = SocketChannel(ours)
         outbox = TokenBatcher(channel, interval=1 << 30)
-        yield DecodeLoop(parts, channel, outbox, prefill_tokens=1)
+        loop = DecodeLoop(parts, channel, outbox, prefill_tokens=1)
+        try:
+            yield loop
+        finally:
+            loop.clear()

@@ -80,8 +80,11 @@ class Scheduler:
 
     def find(self, request_id: int) -> EngineRequest | None:
         """Return a request in whichever state, None when it is not here (any more)."""
-        everywhere = (*self.running, *self.prefilling, *self.waiting)
-        return next((r for r in everywhere if r.id == request_id), None)
+        return next((r for r in self.requests() if r.id == request_id), None)
+
+    def requests(self) -> tuple[EngineRequest, ...]:
+        """Return all requests that are here, in whichever state."""
+        return (*self.running, *self.prefilling, *self.waiting)
 
     def remove(self, request: EngineRequest) -> None:
         """Forget a request and give its pages back."""
@@ -92,7 +95,7 @@ class Scheduler:
 
     def clear(self) -> None:
         """Forget all requests."""
-        for request in (*self.running, *self.prefilling, *self.waiting):
+        for request in self.requests():
             self.remove(request)
 
     def admit(self) -> list[EngineRequest]:

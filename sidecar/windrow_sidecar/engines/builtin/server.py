@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -63,10 +63,6 @@ _TENSORS_GONE_WITHIN_S = 2.0
 _USUAL_BATCH, _USUAL_CONTEXT = 8, 1024
 # Finetuning lies above engines: by name, so that an engine which does not finetune never loads it.
 _IN_ENGINE = "windrow_sidecar.finetune.in_engine.host"
-OVER_RANKS = (
-    "--tp-size: an engine over several ranks is not harvested yet. Use --tp-size 1, and an engine "
-    "for each GPU"
-)
 
 
 @dataclass(slots=True)
@@ -103,15 +99,9 @@ def serve(settings: EngineSettings, config: LlamaConfig, front: FrontProcess) ->
         finetune = importlib.import_module(_IN_ENGINE).prepare(settings)
         assert finetune is not None
         settings = replace(settings, run_dir=finetune.run_dir)
-    ranks: tuple[RankLeader, EngineShard] | None = None
-    if settings.ranks > 1:  # forks them: before there is a second thread
-        ranks = start_ranks(settings, config)
-    threads = threads_of(settings) if ranks else Threads(settings.threads)
     claim, why = _claim(settings)
     if why:
         _log.warning("harvesting is off, decode serves alone: %s", why)
-        if settings.ranks > 1:
-            _leave_refusal(settings, why)
         settings = replace(settings, run_dir=None, profile="none")
     elif claim is not None:
         settings = replace(settings, run_dir=claim.run_dir)
@@ -120,6 +110,10 @@ def serve(settings: EngineSettings, config: LlamaConfig, front: FrontProcess) ->
         claim.run_dir.refusal().unlink(missing_ok=True)
         if finetune is not None:
             finetune.claimed(claim.run_dir)
+    ranks: tuple[RankLeader, EngineShard] | None = None
+    if settings.ranks > 1:  # forks them: before there is a second thread
+        ranks = start_ranks(settings, config)
+    threads = threads_of(settings) if ranks else Threads(settings.threads)
     device = open_device(settings, threads)
     with ExitStack() as on_exit:
         if finetune is not None:
@@ -143,8 +137,6 @@ def _claim(settings: EngineSettings) -> tuple[SlotClaim | None, str]:
     """
     if settings.run_dir is None:
         return None, ""
-    if settings.ranks > 1:
-        return None, OVER_RANKS
     root = settings.run_dir.root
     if not os.access(root, os.W_OK | os.X_OK):
         return None, f"this user cannot write to the run directory {root}"
@@ -154,13 +146,6 @@ def _claim(settings: EngineSettings) -> tuple[SlotClaim | None, str]:
         return claim_slot(settings.run_dir, os.environ), ""
     except (UserError, OSError) as error:
         return None, str(error)
-
-
-def _leave_refusal(settings: EngineSettings, why: str) -> None:
-    """Leave in the run directory why nothing is harvested, for the sidecar, where that can be."""
-    assert settings.run_dir is not None
-    with suppress(OSError):
-        settings.run_dir.refusal().write_text(json.dumps({"reason": why}), encoding="utf-8")
 
 
 def _run(
@@ -202,6 +187,7 @@ def _run(
         engine="builtin",
         engine_version=installed_version(),
         model_fingerprint=fingerprint,
+        tensor_parallel=settings.ranks,
     )
     harvesting = None
     if settings.run_dir is not None:

@@ -99,8 +99,7 @@ class EngineSettings:
             reserve_tokens=given.num_reserved_decode_tokens,
             context_length=given.context_length,
             threads=given.cpu_threads,
-            profile=given.profile
-            or ("quick" if (run_dir or given.finetune_job) and given.tp_size == 1 else "none"),
+            profile=given.profile or ("quick" if run_dir or given.finetune_job else "none"),
             disaggregated=given.disaggregation_mode == "decode",
             run_dir=RunDir(Path(run_dir)) if run_dir and not given.profile_only else None,
             log_dir=Path(log_dir) if log_dir else None,
@@ -171,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive,
         default=1,
         metavar="RANKS",
-        help="cut the model over so many ranks: processes that share the cores; without harvesting",
+        help="cut the model over so many ranks: processes that share the cores",
     )
     add(
         "--watchdog-timeout",
@@ -312,8 +311,8 @@ def _check_ranks(given: argparse.Namespace) -> None:
         ("--finetune", given.finetune != "process", "in-engine finetuning runs on one rank only"),
         (
             "--profile",
-            given.profile_only is not None or given.profile not in (None, "none"),
-            "passes of a profile run on one rank only",
+            given.profile == "roofline",
+            "rates of one rank say nothing of several",
         ),
     )
     for field, refused, problem in asked:

@@ -110,6 +110,7 @@ class GrantGate:
         facts: what else offers say, asked at each.
         decode_lives: whether the decode process is there, asked once it has been silent for long.
         device: that runs tasklets. One that does not queue them runs layers in parts.
+        whole: tasklets run to their end all the same.
         clock: nanoseconds of CLOCK_MONOTONIC.
     """
 
@@ -122,13 +123,15 @@ class GrantGate:
         *,
         decode_lives: Callable[[], bool],
         device: ComputeDevice | None = None,
+        whole: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._page, self._partition, self._estimates = page, partition, estimates
         self._levels = offered_levels(partition.levels())
         self._facts, self._decode_lives, self._clock = facts, decode_lives, clock
         runs_on = device or HostDevice(clock)
-        self._in_flight, self._in_parts = InFlight(runs_on, self._ended, clock), not runs_on.queues
+        self._in_flight = InFlight(runs_on, self._ended, clock)
+        self._in_parts = not (runs_on.queues or whole)
         self._allowance = Allowance(least_units=partition.levels()[0], in_parts=self._in_parts)
         self._running: _Running | None = None
         self._launched = 0

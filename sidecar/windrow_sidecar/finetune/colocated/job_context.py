@@ -45,9 +45,9 @@ class JobContext:
         job_state: JobState,
         rows: DataSplit | None = None,
     ) -> None:
-        self.job_state = job_state
+        self.job_state, group = job_state, shared.group
         rows_of_pace = RowsOfPace(
-            windows=lambda: not self.session.stream.parts.stack.windows_refused,
+            windows=lambda: group is None and not self.session.stream.parts.stack.windows_refused,
             micro_batch_tokens=lambda tokens: self.session.micro_batch_tokens(tokens),
             longest=lambda: self.session.longest_row,
             most=job.spec.training.batch_size,
@@ -64,16 +64,20 @@ class JobContext:
                     self._tenancy.boundaries,
                     self._pace.limits,
                     sizing=self._pace.sizing,
-                    windows=True,
-                    between=suspension.point,
+                    # Of several ranks all run a tasklet, to its end.
+                    windows=group is None,
+                    between=suspension.point if group is None else None,
                     device=slot_device.device,
                     units=slot_device.units_of(shared.gate),
-                    program=wanted_program(),
+                    program=wanted_program() if group is None else "eager",
                     order=shared.order,
                 ),
                 rows=rows,
                 alive=job_state.stall.renew,
+                sharding=group.sharding if group is not None else None,
             )
+        if group is not None:
+            group.lead(self.session.stream, lambda: shared.gate.active_units)
         self._apart = why_apart(self.session, base)
         self.memory = self._tenancy.serve(self.session.stream, self.session.activation_budget)
         sharing = slot_device.sharing

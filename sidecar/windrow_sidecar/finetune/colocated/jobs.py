@@ -371,6 +371,8 @@ class WorkerJobs:
         return self._tell_failure(pending, error)
 
     def _tell_failure(self, pending: PendingJob, error: Exception) -> Ending:
+        if self._slot is not None:
+            error = self._slot.explain(error)
         event, ending = failure(error, pending.job_state.last_checkpoint)
         pending.agent.event(event)
         return ending
@@ -399,6 +401,8 @@ class WorkerJobs:
         Decode takes the memory of a process that has ended.
         """
         self._logs.about(pending.order.job_uid)
+        if self._slot is not None:
+            found = self._slot.explain(found)
         event, ending = failure(found, pending.job_state.last_checkpoint)
         if (loading := self._loading.get(pending)) is not None:
             if not loading.give_up((event, ending)):  # it has got ready just now

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from windrow_sidecar.finetune.colocated.grants import DEFAULT_BOUND_US, GrantGate
+from windrow_sidecar.finetune.colocated.ranks import RankGroup
 from windrow_sidecar.finetune.colocated.slot_device import SlotDevice
 from windrow_sidecar.finetune.engine.orders import Order, layer_major
 from windrow_sidecar.finetune.engine.sizing import (
@@ -30,6 +31,7 @@ class Shared:
         slot_device: what the slot's device is for this process.
         memory: that decode lends.
         order: of the tasklets of a job that passes its rows alone.
+        group: ranks that train the one job together; None: there are none.
     """
 
     gate: GrantGate
@@ -37,6 +39,7 @@ class Shared:
     slot_device: SlotDevice
     memory: SlotMemory
     order: Order = layer_major
+    group: RankGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +105,12 @@ class TaskletPace:
         queues = self._shared.slot_device.device.queues
         if queues:
             bound_us //= 2  # while one runs, the next is queued behind it
+        whole = queues or self._shared.slot_device.whole
         if grant.budget_us:
             bound_us = min(bound_us, grant.budget_us)
         units = grant.finetune_units
         self._sized_for = grant
         self._sized = Paced(
-            self._shared.estimates, bound_us, units, windows, grant.window_tokens, queues=queues
+            self._shared.estimates, bound_us, units, windows, grant.window_tokens, queues=whole
         )
         return self._sized

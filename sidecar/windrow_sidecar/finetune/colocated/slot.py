@@ -25,6 +25,7 @@ from windrow_sidecar.finetune.colocated.grants import GrantGate, GrantPace, Offe
 from windrow_sidecar.finetune.colocated.job_context import JobContext
 from windrow_sidecar.finetune.colocated.joint_context import JointContext
 from windrow_sidecar.finetune.colocated.pace import Shared
+from windrow_sidecar.finetune.colocated.ranks import WEIGHTS, RankGroup
 from windrow_sidecar.finetune.colocated.slot_device import SlotDevice, slot_device
 from windrow_sidecar.finetune.data.held_models import HeldModel
 from windrow_sidecar.finetune.data.readers import RowsWanted
@@ -37,6 +38,7 @@ from windrow_sidecar.finetune.job.ledger import JobState
 from windrow_sidecar.finetune.memory.allocated import AllocatedMemory, Residents
 from windrow_sidecar.finetune.memory.lent import LentBoundaries
 from windrow_sidecar.finetune.memory.lent_layers import LentLayers
+from windrow_sidecar.finetune.memory.own_slot import OwnSlotMemory
 from windrow_sidecar.finetune.memory.slot_memory import SlotMemory
 from windrow_sidecar.finetune.model.hub_models import THIS_PROCESS, HubReader
 from windrow_sidecar.finetune.model.loading import (
@@ -48,11 +50,10 @@ from windrow_sidecar.finetune.model.loading import (
 )
 from windrow_sidecar.finetune.model.precision import WeightForm
 from windrow_sidecar.finetune.model.shallow_clone import shallow_clone
-from windrow_sidecar.finetune.training.health import LOADING, LOADING_AFTER_S
+from windrow_sidecar.finetune.training.health import LOADING, LOADING_AFTER_S, READING
 
 log = logging.getLogger(__name__)
 
-WEIGHTS = "weights"
 # Decode plans what it lends every 20 ms; what has not come after so long does not come soon.
 LENDING_SETTLES_S = 0.5
 # A job that has waited so long for its first chunk says so.
@@ -75,6 +76,8 @@ class WorkerSlot:
         load: the frozen model of a job; called once memory is there.
         gate: makes the gate.
         order: of the tasklets of a job that passes its rows alone.
+        group: ranks that train the one job together, where decode's model is cut; None: there are
+            none.
     """
 
     def __init__(
@@ -85,8 +88,9 @@ class WorkerSlot:
         load: Load,
         gate: MakeGate = GrantGate,
         order: Order = layer_major,
+        group: RankGroup | None = None,
     ) -> None:
-        self._order = order
+        self._order, self._group = order, group
         self._epoch, self._arena, self._slot_device, self._load = epoch, arena, slot_device, load
         self.estimates = Estimates()
         self._base: BaseModel | None = None
@@ -106,6 +110,7 @@ class WorkerSlot:
             self._offer_facts,
             decode_lives=arena.owner_lives,
             device=slot_device.device,
+            whole=slot_device.whole,
         )
 
     @property
@@ -139,9 +144,16 @@ class WorkerSlot:
             with job_state.stall.during(LOADING, LOADING_AFTER_S):
                 base = self._load_base(job)
             rows = read(rows_wanted(job, base)) if read is not None else None
+            if self._group is not None:
+                with job_state.stall.during(READING):
+                    rows = self._group.read(job, base, job_state.stall.renew)
             return self._context(job, base, job_state, rows)
         finally:
             self._wanted_for_loading = 0
+
+    def explain(self, error: Exception) -> Exception:
+        """Return why a job failed, where another rank knows better; else `error`."""
+        return self._group.explain(error) if self._group is not None else error
 
     def rows_for(self, job: JobSpec) -> RowsWanted:
         """Return what to read of a further job, before it can join; any thread may ask.
@@ -252,6 +264,8 @@ class WorkerSlot:
             self._residents = Residents(self._base.frozen)
         if (allocated := self._slot_device.memory) is not None:
             allocated.residents = self._residents
+        elif self._group is not None:
+            self._memory = OwnSlotMemory()
         else:
             self._memory = self._lent_boundaries(self._base)
         return self._base if self._is_alone(job) else shallow_clone(self._base)
@@ -278,6 +292,7 @@ class WorkerSlot:
         return Shared(
             *(self.gate, self.estimates, self._slot_device, self._memory),
             order=self._order,
+            group=self._group,
         )
 
     def _await_memory(
@@ -347,13 +362,14 @@ def open_slot(
     copy_rate: float | None = None,
     gate: MakeGate = GrantGate,
     order: Order = layer_major,
+    group: RankGroup | None = None,
 ) -> WorkerSlot:
     """Attach to decode; a job's model is decode's own weights where they are the same.
 
     The device is that of decode's arena. Where this process is shown that GPU alone, it is its
     first, whatever number decode has for it. `run_dir`: as the slot sees it. `host`: this process's
     share of the cores, which is its share of the device where that is the host. `copy_rate`: see
-    `load_base`. `gate`, `order`: see `WorkerSlot`.
+    `load_base`. `gate`, `order`, `group`: see `WorkerSlot`.
 
     Raises:
         UserError: torch does not see decode's GPU.
@@ -365,9 +381,15 @@ def open_slot(
     except (AttachError, DriverUnavailable) as error:
         raise Transient(f"decode's arena cannot be attached: {error}") from error
     opened = slot_device(arena, epoch, host)
+    if group is not None:
+        opened = replace(opened, whole=True)
 
     def load(job: JobSpec) -> BaseModel:
         held = held_model(job)
+        if group is not None:
+            base = group.load(job, held.folder, of_hub=held.of_hub)
+            weakref.finalize(base.model, held.close)
+            return base
         with held.named() as model_dir:
             exported = _same_weights(arena, run_dir.weights_manifest(), model_dir)
             form = WeightForm.of(job.spec, exported.dtype if exported else None)
@@ -379,7 +401,7 @@ def open_slot(
         weakref.finalize(base.model, held.close)
         return replace(base, folder=str(held.folder), of_hub=held.of_hub)
 
-    return WorkerSlot(epoch, arena, opened, load, gate, order)
+    return WorkerSlot(epoch, arena, opened, load, gate, order, group)
 
 
 def held_model(job: JobSpec) -> HeldModel:
@@ -432,6 +454,9 @@ def _same_weights(arena: Arena, manifest_file: Path, model_dir: Path) -> Exporte
     manifest = read_manifest(manifest_file)
     if manifest is None:
         log.info("decode exports no weights: the model is loaded a second time")
+        return None
+    if manifest.get("ranks", 1) != 1:
+        log.info("decode's model is cut over ranks: it is loaded a second time")
         return None
     if manifest["fingerprint"] != model_fingerprint(model_dir):
         log.info("decode serves another model than %s: it is loaded beside it", model_dir)

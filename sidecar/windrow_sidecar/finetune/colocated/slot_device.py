@@ -39,12 +39,14 @@ class SlotDevice:
         sharing: with decode, and why so.
         memory: where torch takes all its memory from what decode lends; None: from the system, and
             boundary activations lie in chunks by name.
+        whole: a tasklet that has begun runs to its end: other ranks run it too.
     """
 
     device: ComputeDevice
     partition: Partition
     sharing: Sharing
     memory: AllocatedMemory | None = None
+    whole: bool = False
 
     def units_of(self, gate: HasUnits) -> Callable[[], int]:
         """Return what tells how many units a graph is made on; the host's threads all move."""

@@ -339,8 +339,8 @@ class Paced:
         units: that are granted now.
         windows: whether rows may be cut.
         most_tokens: of a window, as the policy asks; 0: it does not.
-        queues: whether the device queues tasklets: the bound is on its work alone then, however
-            long the host takes to queue it.
+        queues: whether a tasklet that has begun runs to its end, as on a device that queues them:
+            the bound is on its work alone then, however long the host takes to queue it.
     """
 
     estimates: Estimates

@@ -156,16 +156,10 @@ class TrainingSession:
     longest_row: int  # tokens, of both answers where a row is a pair
     shared_weights: bool
     origin: Origin
-    kept_by_layers: ActivationBudget | None  # None: over several ranks, all that autograd saves
+    activation_budget: ActivationBudget  # of what its layers may keep
     device: ComputeDevice
     rows: DataSplit
     notes: tuple[str, ...] = ()  # what a user has to know of it, those of the rows included
-
-    @property
-    def activation_budget(self) -> ActivationBudget:
-        """Budget of what its layers may keep; of a job on one rank."""
-        assert self.kept_by_layers is not None, "layers of several ranks keep all"
-        return self.kept_by_layers
 
     def adapted(self) -> Any:  # noqa: ANN401 - peft is untyped
         """Return peft's model with all of the adapter, as it is now, to be saved."""
@@ -305,12 +299,8 @@ def open_session(
     if training.packing:
         check_packing(stack, prefix=tuned.active_peft_config.is_prompt_learning)
     lengths = lengths_of(rows.train)
-    # Ranks with different free memory would recompute different layers, and wait for each other.
-    budget = (
-        _activation_budget(job, base, stack, learns, lengths, runtime, rows.together)
-        if sharding is None
-        else None
-    )
+    ranks = sharding.ranks.ranks if sharding is not None else 1
+    budget = _activation_budget(job, base, stack, learns, lengths, runtime, rows.together, ranks)
     plan = BatchPlan(rows.train_rows, training.batch_size, training.seed)
     total = plan.total_steps(epochs=training.epochs, max_steps=training.max_steps)
     schedule = Schedule(training.schedule, training.learning_rate, total, training.warmup_ratio)
@@ -321,12 +311,12 @@ def open_session(
         plan,
         total_steps=total,
         boundaries=runtime.boundaries,
-        limits=lambda: runtime.limits() if budget is None else budget.before(runtime.limits()),
+        limits=lambda: budget.before(runtime.limits()),
         sizing=runtime.sizing,
         order=runtime.order,
         seed=training.seed,
         evaluation_policy=EvaluationPolicy.of(training),
-        keep_for=(lambda tokens: None) if budget is None else budget.keep_for,
+        keep_for=budget.keep_for,
         preference=PreferenceLoss.of(training),
     )
     if runtime.between is not None:
@@ -367,10 +357,18 @@ def _activation_budget(
     lengths: Sequence[int],
     runtime: TaskletRuntime,
     together: int,
+    ranks: int,
 ) -> ActivationBudget:
-    """Let the stack's layers keep what the device has room for."""
-    planned = PlannedLayers(stack.layers)
-    stack.around_layer = InTurn(base.frozen, planned) if base.frozen else planned
+    """Let the stack's layers keep what the device has room for.
+
+    Those of several ranks keep all: with different free memory ranks would recompute different
+    layers, and wait for each other. On a host they share its memory.
+    """
+    planned: PlannedLayers | None = None
+    if ranks == 1:
+        planned = PlannedLayers(stack.layers)
+        stack.around_layer = InTurn(base.frozen, planned) if base.frozen else planned
+    share = ranks if runtime.device.torch.type == "cpu" else 1
     needs = JobMemory(
         max(lengths),
         sum(parameter.nbytes for parameter in learns.values()),
@@ -385,7 +383,7 @@ def _activation_budget(
         planned,
         needs,
         least=base.frozen is not None,
-        free_bytes=runtime.device.free_bytes,
+        free_bytes=lambda: runtime.device.free_bytes() // share,
         release_caches=runtime.device.release_caches,
     )
 

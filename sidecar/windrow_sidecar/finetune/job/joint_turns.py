@@ -21,6 +21,7 @@ from windrow_sidecar.finetune.engine.joint_stream import (
     Member,
     MemberPart,
 )
+from windrow_sidecar.finetune.engine.sharded_stream import ShardedStream
 from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
 from windrow_sidecar.finetune.engine.stages import JobStage
 from windrow_sidecar.finetune.engine.suspension import BrokenOff, between_modules
@@ -54,7 +55,7 @@ def why_apart(session: TrainingSession, base: BaseModel) -> str:
     spec, parts = session.job.spec, session.stream.parts
     if base.frozen is not None:
         return "the model's layers take turns in memory"
-    if session.kept_by_layers is None:
+    if isinstance(session.stream, ShardedStream):
         return "its model is cut over ranks"
     if spec.training.packing:
         return "its rows are packed into lines (spec.training.packing)"

@@ -58,7 +58,7 @@ class ActivationBudget:
 
     Args:
         stack: its layers train.
-        planned: follows the budget.
+        planned: follows the budget; None: layers keep all that autograd saves.
         needs: of the job.
         least: whether memory is so short that no graph is kept, whatever is free now.
         free_bytes: memory that may still be taken.
@@ -72,7 +72,7 @@ class ActivationBudget:
     def __init__(
         self,
         stack: DecoderStack,
-        planned: PlannedLayers,
+        planned: PlannedLayers | None,
         needs: JobMemory,
         *,
         least: bool,
@@ -83,7 +83,8 @@ class ActivationBudget:
         self._release_caches = release_caches
         self._longest, self._least = needs.longest * needs.together, least
         self._has_prefix = needs.prefix > 0
-        planned.bytes_per_token = 0 if least else None
+        if planned is not None:
+            planned.bytes_per_token = 0 if least else None
         embedding: Tensor = stack.model.get_input_embeddings().weight  # type: ignore[operator]
         self._boundary = int(stack.config.hidden_size) * embedding.element_size()
         first = MemoryModel(
@@ -99,7 +100,7 @@ class ActivationBudget:
             # A prefix is there as it was made, in the cache, and as a gradient.
             with_prefix = 1 + 3 * needs.prefix / needs.shortest
             first = replace(first, key_values=with_prefix * kept, key_value_sums=sums)
-        _check(first, self._longest, free_bytes())
+        _check(first, self._longest, free_bytes(), whole=planned is None)
         # Moments are there after the first step and count as taken; gradients come and go.
         self._memory_model = replace(first, state_bytes=_GRADIENTS * needs.adapter_bytes)
 
@@ -121,7 +122,8 @@ class ActivationBudget:
     @property
     def held_bytes_per_token(self) -> int:
         """Bytes a token that a layer holds from its run up on whole rows to its run back."""
-        whole, budget = self._memory_model.graph, self._planned.bytes_per_token
+        whole = self._memory_model.graph
+        budget = None if self._planned is None else self._planned.bytes_per_token
         graph = whole if budget is None else min(whole, budget)
         cached = self._memory_model.key_values if self._has_prefix else 0
         return self._boundary + round(graph + cached)
@@ -141,7 +143,7 @@ class ActivationBudget:
 
     def fits(self, tokens: int, beside: int = 0) -> bool:
         """Return whether such a group fits now, with the least that is kept and `beside` bytes."""
-        needed = self._memory_model.least_bytes(tokens) + beside
+        needed = self._least_bytes(tokens) + beside
         if needed <= self._free_bytes():
             return True
         self._release_caches()
@@ -154,7 +156,7 @@ class ActivationBudget:
             MemoryError: says how many bytes it takes and how many are free.
         """
         if not self.fits(tokens):
-            least = self._memory_model.least_bytes(tokens)
+            least = self._least_bytes(tokens)
             raise MemoryError(
                 f"a group of {tokens} tokens takes {least} bytes at least, "
                 f"{self._free_bytes()} are free now"
@@ -162,7 +164,8 @@ class ActivationBudget:
 
     def before(self, limits: MicroLimits) -> MicroLimits:
         """Return what a group of at most those limits may have, so that it fits now."""
-        tokens = self._memory_model.most_tokens(self._room_bytes())
+        whole = self._planned is None
+        tokens = self._memory_model.most_tokens(self._room_bytes(), whole=whole)
         together = max(1, min(limits.micro_batches, tokens // self._longest))
         most = max(self._longest, tokens // together)
         return replace(limits, max_tokens=min(limits.max_tokens, most), micro_batches=together)
@@ -172,9 +175,13 @@ class ActivationBudget:
 
         Of the group that was formed, not of the largest that might have been: rows may be few.
         """
-        if not self._least:
+        if self._planned is not None and not self._least:
             within = self._memory_model.within(tokens, self._room_bytes())
             self._planned.bytes_per_token = None if within is None else in_steps(within)
+
+    def _least_bytes(self, tokens: int) -> int:
+        whole = self._planned is None
+        return (self._memory_model.peak_bytes if whole else self._memory_model.least_bytes)(tokens)
 
     def _room_bytes(self) -> int:
         return int(GROUP_SHARE * self._free_bytes())
@@ -190,13 +197,14 @@ def in_steps(budget: float) -> float:
     return math.ldexp(math.floor(mantissa * _STEPS) / _STEPS, exponent)
 
 
-def _check(memory_model: MemoryModel, longest: int, free_bytes: int) -> None:
-    needed = memory_model.least_bytes(longest)
+def _check(memory_model: MemoryModel, longest: int, free_bytes: int, *, whole: bool) -> None:
+    needed = memory_model.peak_bytes(longest) if whole else memory_model.least_bytes(longest)
+    graphs = "all layers' graphs" if whole else "one layer's graph"
     if needed > free_bytes:
         caches = " with keys and values" if memory_model.key_values else ""
         raise UserError(
-            f"a step with a row of {longest} tokens takes {needed} bytes at least (one layer's "
-            f"graph, {memory_model.layers} boundaries{caches}, gradients and moments), "
+            f"a step with a row of {longest} tokens takes {needed} bytes at least ({graphs}, "
+            f"{memory_model.layers} boundaries{caches}, gradients and moments), "
             f"{free_bytes} are free",
             field="spec.training.maxSequenceLength",
             remedy="Shorten rows, lower the adapter's rank, or give the worker more memory.",
@@ -204,12 +212,14 @@ def _check(memory_model: MemoryModel, longest: int, free_bytes: int) -> None:
         )
 
 
-def _graph_bytes(stack: DecoderStack, planned: PlannedLayers, longest: int) -> float:
+def _graph_bytes(stack: DecoderStack, planned: PlannedLayers | None, longest: int) -> float:
     """Return the bytes a token that autograd saves in one layer: the kind that saves most.
 
     Measured on paper on the longest row; a layer that cannot be measured on paper (a mixture of
-    experts) runs on the few tokens of the probe.
+    experts, or one that is cut over ranks) runs on the few tokens of the probe.
     """
+    if planned is None:
+        return max(_held_bytes(stack, index) for index in one_of_each_kind(stack.layers))
     at = stack.begin(torch.zeros(1, longest, dtype=torch.int64, device=stack.probe.device))
     hidden = at.inputs[0]
     assert hidden is not None

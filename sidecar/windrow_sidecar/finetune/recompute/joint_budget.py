@@ -29,7 +29,7 @@ class JointBudget(ActivationBudget):
         free_bytes: Callable[[], int],
         release_caches: Callable[[], None] = lambda: None,
     ) -> None:
-        self._planned, self._free_bytes = planned, free_bytes
+        self._planned, self._layers, self._free_bytes = planned, planned, free_bytes
         self._release_caches = release_caches
         self._least = self._has_prefix = False
 
@@ -49,4 +49,4 @@ class JointBudget(ActivationBudget):
         """Let layers keep all of a group of so many padded tokens, or nothing but their input."""
         room = int(GROUP_SHARE * self._free_bytes())
         fits = self._memory_model.within(tokens, room) is None
-        self._planned.bytes_per_token = None if fits else 0
+        self._layers.bytes_per_token = None if fits else 0

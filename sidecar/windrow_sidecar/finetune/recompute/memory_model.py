@@ -50,9 +50,13 @@ class MemoryModel:
         """The same where graphs are given up but one layer's, which its backward remakes."""
         return self._beside_graphs(tokens) + int(tokens * self.graph)
 
-    def most_tokens(self, room_bytes: int) -> int:
-        """Padded tokens of the largest group that fits with the least that must be kept."""
-        a_token = self.graph + self._beside_graphs_of_a_token
+    def most_tokens(self, room_bytes: int, *, whole: bool = False) -> int:
+        """Padded tokens of the largest group that fits with the least that must be kept.
+
+        `whole`: no graph is given up.
+        """
+        graphs = self.graphs if whole else 1
+        a_token = graphs * self.graph + self._beside_graphs_of_a_token
         return int(max(0, room_bytes - self.state_bytes) / a_token) if a_token else 1 << 40
 
     def within(self, tokens: int, room_bytes: int) -> float | None:

@@ -205,7 +205,7 @@ class JobGroup:
         with job_state.stall.during(READING):
             session = self._open(job, base, job_state.stall.renew)
         stream = session.stream
-        memory = OwnMemory(stream, activation_budget=session.kept_by_layers)
+        memory = OwnMemory(stream, activation_budget=session.activation_budget)
         ledger = Ledger(session, folder, reporter, events, job_state)
         weights = stream.parts.weights
         return JobHandle(
@@ -219,7 +219,7 @@ class JobGroup:
             failed=lambda error: self._failed(n, reporter, error, ledger, folder),
             ended=lambda ending: self._endings.update({n: ending}),
             apart=why_apart(session, base),
-            activation_budget=session.kept_by_layers,
+            activation_budget=session.activation_budget,
         )
 
     def _join_rows(self) -> JointTurns:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from windrow_sidecar.compute.communicator import Communicator
 from windrow_sidecar.engines.shard_cuts import BY_WORDS, ShardSizes, TensorPart, refused
 from windrow_sidecar.engines.weight_formats import weight_format
+from windrow_sidecar.finetune.model.coded import CodedTensor
 from windrow_sidecar.finetune.model.overlay import build_over
 from windrow_sidecar.finetune.model.precision import WeightForm
 from windrow_sidecar.finetune.model.structure import find_layers
@@ -48,6 +49,32 @@ def sharded(
     for name, whole in tensors.items():
         parts[name] = _taken(whole(), sizes.part(name, ranks.rank), name, sizes, ranks.rank)
     model = build_over(parts, _config_of_shard(config, sizes), dtype, where)
+    _add_collectives(model, sizes, ranks)
+    return model.requires_grad_(requires_grad=False)
+
+
+def over_parts(
+    parts: Mapping[str, Tensor | CodedTensor],
+    config: Any,  # noqa: ANN401 - of transformers
+    ranks: Communicator,
+    dtype: torch.dtype,
+    where: str = "the given weights",
+) -> nn.Module:
+    """Return a rank's model over tensors that are its part already, such as decode's own.
+
+    Args:
+        parts: of the rank by parameter, [...] each; used as they lie.
+        config: of the whole model.
+        ranks: that share it.
+        dtype: of the model.
+        where: says in errors whence the tensors are.
+
+    Raises:
+        UserError: see `sharded`.
+    """
+    sizes = ShardSizes.of(config, ranks.ranks)
+    own = {name: _once(name, part, ranks.rank) for name, part in parts.items()}
+    model = build_over(own, _config_of_shard(config, sizes), dtype, where)
     _add_collectives(model, sizes, ranks)
     return model.requires_grad_(requires_grad=False)
 
@@ -93,14 +120,19 @@ def _reading(at: Any, dtype: torch.dtype) -> Callable[[], Tensor]:  # noqa: ANN4
 def _taken(whole: Tensor, part: TensorPart, name: str, sizes: ShardSizes, rank: int) -> Tensor:
     """Return a rank's part in memory of its own; words are padded with zeros."""
     if part.dim is None:
-        # Of a row-parallel layer: the ranks' outputs are summed, so one of them adds the bias.
-        adds = rank == 0 or not name.endswith((".o_proj.bias", ".down_proj.bias"))
-        return whole if adds else torch.zeros_like(whole)
+        taken: Tensor = _once(name, whole, rank)
+        return taken
     taken = whole.narrow(part.dim, part.begin, part.end - part.begin).clone()
     if name.rpartition(".")[0].rpartition(".")[2] in BY_WORDS:
         padding = sizes.words - taken.shape[0]
         taken = torch.cat([taken, taken.new_zeros(padding, *taken.shape[1:])])
     return taken
+
+
+def _once(name: str, whole: Any, rank: int) -> Any:  # noqa: ANN401 - a tensor, or codes
+    """Return a parameter; a row-parallel layer's bias on one rank: their outputs are summed."""
+    adds = rank == 0 or not name.endswith((".o_proj.bias", ".down_proj.bias"))
+    return whole if adds else torch.zeros_like(whole)
 
 
 def _config_of_shard(config: Any, sizes: ShardSizes) -> Any:  # noqa: ANN401 - of transformers

@@ -115,10 +115,13 @@ def view(layout: Layout, storage: torch.Tensor, *names: str) -> torch.Tensor:
     return flat.view(sum(p.shape[0] for p in parts), *parts[0].shape[1:])
 
 
-def write_manifest(path: Path, layout: Layout, fingerprint: str) -> None:
-    """Write the manifest so that a reader sees either nothing or all of it."""
+def write_manifest(path: Path, layout: Layout, fingerprint: str, ranks: int = 1) -> None:
+    """Write the manifest so that a reader sees either nothing or all of it.
+
+    `ranks`: over which the model is cut, where the layout is that of one of them.
+    """
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(layout.manifest(fingerprint)))
+    draft.write_text(json.dumps({**layout.manifest(fingerprint), "ranks": ranks}))
     os.replace(draft, path)
 
 

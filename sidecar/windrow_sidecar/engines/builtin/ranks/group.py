@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import select
 import signal
 import socket
 import struct
@@ -28,7 +29,7 @@ from typing import NamedTuple, NoReturn
 import psutil
 import torch
 
-from windrow.errors import WindrowError
+from windrow.errors import InvariantBroken, WindrowError
 from windrow_sidecar.compute.communicator import Communicator
 from windrow_sidecar.engines.builtin.scheduler import EngineRequest, Scheduler, finish_reason
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Submit
@@ -47,15 +48,19 @@ class RankEnded(WindrowError):
 class Pass(NamedTuple):
     """Message of rank 0 to the others before each pass.
 
+    What decode's policy has decided travels in it, so every rank applies it in the same pass.
+
     Attributes:
         tokens: that it chose in the pass before, one for each request of that batch.
         heard: requests that came and went since then, in their order.
         admits: whether waiting requests may start.
+        units: of the device that decode computes on.
     """
 
     tokens: list[int]
     heard: list[Submit | Cancel]
     admits: bool
+    units: int
 
 
 @dataclass(slots=True)
@@ -64,12 +69,15 @@ class RankLeader:
 
     Attributes:
         others: process and pipe of each, from rank 1 on.
+        refused: why a rank could not apply what was decided; "": each could.
     """
 
     others: list[tuple[int, Connection]]
+    refused: str = ""
     _heard: list[Submit | Cancel] = field(default_factory=list)
     _tokens: list[int] = field(default_factory=list)
     _status: dict[int, int] = field(default_factory=dict)
+    _said: select.poll | None = None  # made with the first pass: ranks say "ready" before it
 
     def hear(self, message: Submit | Cancel) -> None:
         """Note a request that came or went."""
@@ -79,13 +87,15 @@ class RankLeader:
         """Note the tokens of the pass that has ended."""
         self._tokens = tokens
 
-    def tell(self, *, admits: bool) -> None:
+    def tell(self, *, admits: bool, units: int) -> None:
         """Have the other ranks schedule and compute the pass that begins.
+
+        `units`: of the device, for decode.
 
         Raises:
             RankEnded: one has ended.
         """
-        told = Pass(self._tokens, self._heard, admits)
+        told = Pass(self._tokens, self._heard, admits, units)
         for rank, (_, pipe) in enumerate(self.others, 1):
             try:
                 pipe.send(told)
@@ -94,6 +104,19 @@ class RankLeader:
             except OSError as error:
                 raise RankEnded(self.why_ended() or f"rank {rank} has ended") from error
         self._tokens, self._heard = [], []
+        self._hear_refusals()
+
+    def _hear_refusals(self) -> None:
+        """Take what the ranks said since the last pass; no rank is waited for."""
+        if self._said is None:
+            self._said = select.poll()
+            for _, pipe in self.others:
+                self._said.register(pipe.fileno(), select.POLLIN)
+        for descriptor, _ in self._said.poll(0):
+            for rank, (_, pipe) in enumerate(self.others, 1):
+                if pipe.fileno() == descriptor:
+                    with contextlib.suppress(EOFError, OSError):  # the next collective says so
+                        self.refused = self.refused or f"rank {rank}: {pipe.recv()}"
 
     def wait_until_ready(self) -> None:
         """Wait until every rank has read its weights, however long that takes.
@@ -240,6 +263,7 @@ class RankFollower:
         fill: writes the KV of a prompt whose KV arrives.
         prefill: computes a part of a prompt.
         decode: computes a step of a batch.
+        activate: moves this rank to so many units of the device, decode's.
         prefill_tokens: of a prompt in one pass.
     """
 
@@ -249,11 +273,12 @@ class RankFollower:
         fill: Callable[[EngineRequest], None],
         prefill: Callable[[EngineRequest, list[int]], None],
         decode: Callable[[list[EngineRequest]], object],
+        activate: Callable[[int], None],
         *,
         prefill_tokens: int,
     ) -> None:
         self._scheduler, self._fill = scheduler, fill
-        self._prefill, self._decode = prefill, decode
+        self._prefill, self._decode, self._activate = prefill, decode, activate
         self._prefill_tokens = prefill_tokens
         self._batch: list[EngineRequest] = []  # of the pass before
 
@@ -266,6 +291,10 @@ class RankFollower:
                 told = pipe.recv()
             except (EOFError, OSError):
                 return
+            try:
+                self._activate(told.units)
+            except InvariantBroken as error:  # it computes where it is; rank 0 ends harvesting
+                pipe.send(str(error))
             self.run(told)
 
     def run(self, told: Pass) -> None:

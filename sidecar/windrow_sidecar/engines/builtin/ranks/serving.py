@@ -17,6 +17,7 @@ from windrow_sidecar.engines.builtin.ranks.group import RankFollower, RankLeader
 from windrow_sidecar.engines.builtin.ranks.shard import EngineShard, shard_sizes
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads
+from windrow_sidecar.engines.fingerprint import model_fingerprint
 
 _log = logging.getLogger(__name__)
 
@@ -52,18 +53,24 @@ def threads_of(settings: EngineSettings) -> Threads:
 
 def _follow(settings: EngineSettings, shard: EngineShard, pipe: Connection) -> None:
     """Load a rank's part and follow rank 0, until that has gone."""
-    settings = replace(settings, run_dir=None, log_dir=None)
+    run_dir = settings.run_dir.of_rank(shard.rank) if settings.run_dir else None
+    settings = replace(settings, run_dir=run_dir, log_dir=None)
     device = open_device(settings, threads_of(settings))
     torch.set_flush_denormal(True)
     arena = make_arena(settings, shard.config, device)
     tokens = arena.geometry.chunks * arena.geometry.slots_per_chunk
     bound = context_bound(settings, shard.whole, tokens)
-    parts = load(settings, shard.config, device, arena, None, bound, "", shard)
+    fingerprint = model_fingerprint(settings.model_path) if run_dir else ""
+    parts = load(settings, shard.config, device, arena, None, bound, fingerprint, shard)
+    if run_dir is not None:  # of the weights, for the worker's rank
+        with device.background_threads():
+            arena.serve(str(run_dir.arena_socket()))
     _log.info("rank %d of %d is ready", shard.rank, settings.ranks)
     RankFollower(
         parts.scheduler,
         lambda request: parts.cache.fill(request.kv, len(request.tokens) - 1),
         lambda request, part: parts.model.prefill(part, request.kv),
         lambda batch: parts.decoder.logits(batch),
+        parts.partition.activate,
         prefill_tokens=settings.prefill_tokens,
     ).follow(pipe)

@@ -1,0 +1,180 @@
+"""Real engine over two ranks, agent and a worker of two ranks: a job is finetuned beside decode."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from windrow.eventlog import StepEvent, TaskletEvent, read_events
+from windrow.proto import attach_pb2
+from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR
+from windrow_sidecar.engines.weight_files import read_header
+from windrow_sidecar.testing.attached_operator import AttachedOperator, until
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "models" / "windrow-tiny"
+ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
+Event = attach_pb2.JobEvent
+RANKS = 2
+
+pytestmark = [
+    pytest.mark.paired,
+    pytest.mark.skipif(
+        len(os.sched_getaffinity(0)) < 2, reason="a host device has two cores at least"
+    ),
+    pytest.mark.timeout(280),
+]
+
+
+def job(folder: Path, **training: int) -> dict:
+    return {
+        "model": {"name": str(MODEL)},
+        "dataset": {"source": str(ROWS), "format": "chat"},
+        "adapter": {"type": "lora", "lora": {"rank": 4, "alpha": 8}},
+        "training": {
+            "maxSteps": 3,
+            "batchSize": 2,
+            "maxSequenceLength": 128,
+            "learningRate": "2e-3",
+            **training,
+        },
+        "checkpoint": {"everySteps": 1},
+        "output": {"destination": str(folder / "adapters")},
+    }
+
+
+def start(words: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", *words], env=env, stdout=out, stderr=out, process_group=0
+        )
+
+
+@pytest.fixture
+async def pod():
+    with tempfile.TemporaryDirectory(prefix="wr-") as name:
+        folder = Path(name)
+        operator = AttachedOperator()
+        await operator.start()
+        (folder / "token").write_text("secret")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        env = {
+            **os.environ,
+            ENV_RUN_DIR: name,
+            ENV_LOG_DIR: name,
+            ENV_POD_NAME: "decode-0",
+            "OMP_WAIT_POLICY": "passive",
+        }
+        engine = [
+            *("windrow_sidecar.engines.builtin", f"--model-path={MODEL}", f"--port={port}"),
+            f"--tp={RANKS}",
+        ]
+        agent = [
+            "windrow_sidecar.agent",
+            f"--operator-address=127.0.0.1:{operator.port}",
+            f"--operator-ca={operator.cert.decode()}",
+            f"--token-file={folder / 'token'}",
+        ]
+        running = [start(words, env, folder / "pod.log") for words in (engine, agent)]
+        try:
+            await until(lambda: operator.has_engine, 120)
+            yield operator, f"http://127.0.0.1:{port}", folder, running
+        finally:
+            for process in reversed(running):
+                process.terminate()
+            for process in running:
+                process.wait(30)
+            await operator.stop()
+            print((folder / "pod.log").read_text()[-6000:])
+
+
+async def ask(client: httpx.AsyncClient, n: int) -> str:
+    answer = await client.post(
+        "/v1/completions",
+        json={
+            **{"prompt": f"Question {n}: " + "words " * 20, "max_tokens": 60},
+            **{"temperature": 0, "ignore_eos": True},
+        },
+    )
+    answer.raise_for_status()
+    return str(answer.json()["choices"][0]["text"])
+
+
+async def answers(url: str) -> list[str]:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        return list(await asyncio.gather(*(ask(client, n) for n in range(4))))
+
+
+def other_rank(folder: Path) -> psutil.Process:
+    """Return rank 1 of the worker that runs: the first process that it has forked."""
+    started = re.findall(r"epoch 1: worker (\d+)", (folder / "pod.log").read_text())
+    worker = psutil.Process(int(started[-1]))
+    return min(worker.children(), key=lambda child: child.pid)
+
+
+async def test_a_job_is_harvested_by_ranks_while_requests_are_answered(pod):
+    operator, url, folder, (engine, _) = pod
+    before = await answers(url)
+    operator.set_policy(
+        name="chat",
+        policy="windrow",
+        mode="harvest",
+        objective_seconds=2.0,  # whatever the machine does: this is about the chain, not the time
+        percentile=99,
+        max_memory_percent=50,
+    )
+    operator.assign(job(folder))
+    started = await until(lambda: operator.event(Event.STARTED) or operator.event(Event.FAILED), 90)
+    assert started.kind == Event.STARTED, started.detail
+    assert await answers(url) == before
+    done = await until(lambda: operator.event(Event.SUCCEEDED) or operator.event(Event.FAILED), 150)
+    assert done.kind == Event.SUCCEEDED, done.detail
+    assert done.progress.step == 3
+    assert read_header(Path(done.adapter_path) / "adapter_model.safetensors").tensors
+    # Time and compute are shared; memory is not lent over ranks.
+    assert max(b.chunks_lent for b in operator.heartbeats) == 0
+    assert engine.poll() is None
+    assert "rank 1 of 2: sharing decode's weights" in (folder / "pod.log").read_text()
+
+    def logged() -> tuple[list[StepEvent], list[TaskletEvent]]:
+        events = [event for _, event in read_events(folder)]
+        return (
+            [e for e in events if isinstance(e, StepEvent)],
+            [e for e in events if isinstance(e, TaskletEvent)],
+        )
+
+    steps, tasklets = await until(lambda: (both := logged())[0] and both[1] and both)
+    assert {s.finetune_units for s in steps} & {1, 2}  # granted during steps
+    assert {t.phase for t in tasklets} >= {"fwd", "bwd", "opt"}
+
+
+async def test_a_rank_of_the_worker_that_ends_costs_its_job_an_attempt_and_decode_nothing(pod):
+    operator, url, folder, (engine, _) = pod
+    before = await answers(url)
+    operator.set_policy(
+        **{"name": "chat", "policy": "windrow", "mode": "harvest"},
+        **{"objective_seconds": 2.0, "percentile": 99, "max_memory_percent": 50},
+    )
+    operator.assign(job(folder, maxSteps=100_000))
+    await until(lambda: operator.event(Event.CHECKPOINTED) or operator.event(Event.FAILED), 120)
+    assert not operator.event(Event.FAILED)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        other_rank(folder).send_signal(number)
+        assert await answers(url) == before
+    failed = await until(lambda: operator.event(Event.FAILED), 60)
+    assert "rank 1 was ended by SIGKILL; the last good checkpoint is" in failed.detail
+    assert engine.poll() is None
+    assert await answers(url) == before
