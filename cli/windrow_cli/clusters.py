@@ -81,6 +81,13 @@ class DemoOptions:
     steps: Annotated[int | None, typer.Option(help="Of the job. Default: as many as fit.")] = None
     model: Annotated[Path | None, typer.Option(help="Another model directory.")] = None
     rows: Annotated[Path | None, typer.Option(help="Other rows, in chat format.")] = None
+    tp: Annotated[
+        int,
+        typer.Option(
+            help="Cut the model of each engine over so many ranks, which share the pod's cores: "
+            "the report then gives no figures of speed."
+        ),
+    ] = 1
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,16 @@ def demo(
             "the comparison runs on the built-in engine only",
             field="--compare",
             remedy="Leave out --engine, or --compare.",
+        )
+    if options.tp < 1 or (options.tp > 1 and (compare or sglang is not None)):
+        raise UserError(
+            f"{options.tp} ranks are for a demo of the built-in engine"
+            if options.tp > 1
+            else f"{options.tp} is not above zero",
+            field="--tp",
+            remedy="Leave out --engine and --compare, or --tp."
+            if options.tp > 1
+            else "Write 1 or more.",
         )
     settings = whole.DemoSettings(
         out=_new_folder(out, goes_on=comparison.PLAN if compare else ""),

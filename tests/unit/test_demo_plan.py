@@ -50,6 +50,12 @@ def test_a_decode_pod_looks_like_one_of_sglang():
     assert plain["metadata"]["labels"]["windrow.dev/inject"] == "disabled"
 
 
+def test_a_decode_pod_over_ranks_is_asked_for_by_sglangs_flag():
+    decode = DecodePod("decode-0", 8001, Device((0, 1)), Path("/m"), ranks=2)
+    (container,) = manifests.decode_pod(decode)["spec"]["containers"]
+    assert "--tp-size=2" in container["args"]
+
+
 def test_a_pod_of_sglang_starts_its_server_from_the_environment_that_was_made_for_it():
     decode = DecodePod("decode-0", 8001, Device((0, 1)), Path("/m"), sglang=Path("/e"))
     (container,) = manifests.decode_pod(decode)["spec"]["containers"]

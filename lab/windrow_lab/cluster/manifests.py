@@ -39,6 +39,7 @@ class DecodePod:
         arena_bytes: memory for KV and for what is lent; 0: the engine's default.
         sglang: the environment whose SGLang decodes; None: the built-in engine does.
         asks: to be prepared for a sidecar by its label, before a policy selects it.
+        ranks: over which the built-in engine cuts the model.
     """
 
     name: str
@@ -50,6 +51,7 @@ class DecodePod:
     arena_bytes: int = 0
     sglang: Path | None = None
     asks: bool = False
+    ranks: int = 1
 
 
 def decode_pod(decode: DecodePod) -> Json:
@@ -92,6 +94,7 @@ def decode_pod(decode: DecodePod) -> Json:
                         f"--port={decode.port}",
                         f"--stream-interval={STREAM_INTERVAL}",
                         *([f"--arena-bytes={decode.arena_bytes}"] if decode.arena_bytes else []),
+                        *([f"--tp-size={decode.ranks}"] if decode.ranks > 1 else []),
                         *([] if decode.sglang is None else sglang.ON_CORES),
                     ],
                     "env": [{"name": n, "value": v} for n, v in variables],

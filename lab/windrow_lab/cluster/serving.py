@@ -69,12 +69,14 @@ def plan_pods(
     arena_bytes: int = 0,
     sglang: Path | None = None,
     asks: bool = False,
+    ranks: int = 1,
     shaped: Callable[[Json], Json] = lambda body: body,
 ) -> Pods:
     """Name a decode pod for each device and choose free ports.
 
     `sglang`: the environment whose SGLang decodes; None: the built-in engine. `asks`: there is no
-    policy yet, so the pods ask by their label to be prepared for a sidecar. `shaped`: see `Pods`.
+    policy yet, so the pods ask by their label to be prepared for a sidecar. `ranks`: of each
+    engine. `shaped`: see `Pods`.
     """
     with ExitStack() as held:
         ports = [held.enter_context(ReservedPort()).number for _ in devices]
@@ -90,6 +92,7 @@ def plan_pods(
                 arena_bytes,
                 sglang,
                 asks,
+                ranks,
             )
             for i, (port, device) in enumerate(zip(ports, devices, strict=True))
         ),

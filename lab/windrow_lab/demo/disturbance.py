@@ -58,6 +58,7 @@ def disturbances(
     *,
     cores: int,
     oversubscribed: bool = False,
+    ranks: int = 1,
 ) -> list[str]:
     """Return why the figures of a run mean nothing, a sentence each; empty: nothing was seen.
 
@@ -67,10 +68,13 @@ def disturbances(
         dedicated: tasklets of the reference run, the job alone on the device, in order.
         cores: of the run.
         oversubscribed: its pods share the cores of fewer devices.
+        ranks: of each engine; several share the cores of one device.
     """
     reasons = []
     if oversubscribed:
         reasons.append("Its pods shared the cores of fewer devices.")
+    if ranks > 1:
+        reasons.append(f"The {ranks} ranks of an engine, and of its worker, shared their cores.")
     for moment, sample in (("Before", before), ("After", after)):
         if sample.busy_share > BUSY_SHARE:
             reasons.append(

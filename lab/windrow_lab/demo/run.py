@@ -76,6 +76,7 @@ class DemoSettings:
         busy: of a trace, not its begin but a stretch that has its mean rate.
         factor: the objective by rule, in solo steps.
         arena_bytes: of each decode pod; 0: the engine's default.
+        tp: ranks of each decode engine, which share its pod's cores.
         sglang: the environment whose SGLang decodes; None: the built-in engine.
         node: the real node that this process runs on; None: pods run as processes.
     """
@@ -95,6 +96,7 @@ class DemoSettings:
     busy: bool = False
     factor: float = FACTOR
     arena_bytes: int = 0
+    tp: int = 1
     sglang: Path | None = None
     node: NodeInfo | None = None
 
@@ -193,6 +195,8 @@ def stage(settings: DemoSettings, console: Console) -> Iterator[DemoStage]:
     sampled = MachineSample.take(usable_cores())
     if held[0].oversubscribed:
         console.print(f"{len(held)} pods share the cores of fewer devices: figures mean nothing")
+    if settings.tp > 1:
+        console.print(f"{settings.tp} ranks share the cores of each pod: figures mean nothing")
     # Made here only to refuse a bad rate, length or trace before anything starts.
     schedule(
         seconds=settings.seconds,
@@ -283,6 +287,7 @@ def serve(on: DemoStage) -> serving.Pods:
         on.model,
         arena_bytes=settings.arena_bytes,
         sglang=settings.sglang,
+        ranks=settings.tp,
         shaped=on.shaped,
     )
     serving.observe(on.client, pods, POLICY, settings.policy, PODS_WITHIN)
@@ -432,6 +437,7 @@ def conclude(on: DemoStage, job: JobView, objective: Objective) -> dict[str, Any
         Events.read(settings.out / DEDICATED).tasklets,
         cores=len(cores),
         oversubscribed=on.devices[0].oversubscribed,
+        ranks=settings.tp,
     )
     summary["run"] = {
         "seconds": settings.seconds,
@@ -441,6 +447,7 @@ def conclude(on: DemoStage, job: JobView, objective: Objective) -> dict[str, Any
         "engine": "builtin" if settings.sglang is None else "sglang",
         "trace": str(settings.trace) if settings.trace else None,
         "pods": len(on.devices),
+        "ranks": settings.tp,
     }
     write_summary(settings.out / "summary.json", summary)
     adapter = ("Adapter", adapter_path(summary))

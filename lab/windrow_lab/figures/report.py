@@ -244,8 +244,7 @@ def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
     tpot = serving["tpot_ms"]
     # A run of an earlier release has not looked.
     disturbed = " ".join(summary.get("disturbances", ()))
-    return [
-        *([("These figures mean nothing: the machine was busy", disturbed)] if disturbed else []),
+    about_job = [
         ("Job", f"{job.get('phase', 'unknown')}, {job['steps']} steps"),
         (
             "Training loss",
@@ -256,6 +255,17 @@ def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_number(job['eval_loss']['base'], '.3f')} base, "
             f"{_number(job['eval_loss']['tuned'], '.3f')} tuned",
         ),
+    ]
+    if (ranks := summary.get("run", {}).get("ranks", 1)) > 1:
+        answered = f"{serving['requests_completed']} completed, {serving['requests_failed']} failed"
+        return [
+            *about_job,
+            ("Requests", answered),
+            ("Ranks", f"{ranks} for each engine and worker; they share cores: no figures of speed"),
+        ]
+    return [
+        *([("These figures mean nothing: the machine was busy", disturbed)] if disturbed else []),
+        *about_job,
         ("TPOT objective", f"{serving['objective_ms']:.1f} ms"),
         ("TPOT", f"p50 {tpot['p50']:.1f} ms, p99 {tpot['p99']:.1f} ms"),
         (

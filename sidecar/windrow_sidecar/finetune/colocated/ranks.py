@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -208,10 +209,13 @@ def load_rank(order: LoadBase, run_dir: RunDir, ranks: Communicator) -> tuple[Ba
         form = WeightForm.of(order.job.spec, exported.dtype if exported else None)
         shared = exported is not None and form == WeightForm(exported.dtype)
         base = load_base(directory, form=form, device=HostDevice(), build=build)
+    weakref.finalize(base.model, held.close)
     how = "sharing decode's weights" if shared else "read its weights from files"
     log.info("rank %d of %d: %s", ranks.rank, ranks.ranks, how)
     # Rows are read for the whole model: its vocabulary, its positions.
-    found = replace(base, config=whole[0], shared=shared, folder=str(order.folder), of_hub=order.of_hub)
+    found = replace(
+        base, config=whole[0], shared=shared, folder=str(order.folder), of_hub=order.of_hub
+    )
     return found, Sharding(ranks, whole[0])
 
 
