@@ -535,7 +535,10 @@ def _load(kubeconfig: Filename | None, context: str) -> tuple[k8s.ApiClient, str
             _require_credentials(api.configuration)
         _send_with_all(api, headers)
         namespace = read.namespace
-    except (k8s_config.ConfigException, OSError, yaml.YAMLError) as e:
+    except UserError:
+        raise
+    # A ValueError: text that is not UTF-8, or data that is not base64.
+    except (k8s_config.ConfigException, OSError, ValueError, yaml.YAMLError) as e:
         if not named and not context:
             raise UserError(
                 "there is no cluster to talk to: none is up, and kubectl has no configuration",

@@ -201,6 +201,12 @@ def is_preference(fields: Mapping[str, object]) -> bool:
 
 
 def _refuse_other_format(fields: Fields, where: str, form: str) -> None:
+    if form == "chat" and _has_roles(fields.get(MARKS["sharegpt"])):
+        raise bad_row(
+            where,
+            "has the turns of a chat in `conversations`",
+            "Set spec.dataset.columns: {messages: conversations}.",
+        )
     for other, mark in MARKS.items():
         if mark in fields:
             raise bad_row(
@@ -230,6 +236,12 @@ def _chat(fields: Fields, where: str) -> DatasetRow:
 
 def _sharegpt(fields: Fields, where: str) -> DatasetRow:
     found = _turns(fields, "conversations", "{'from': 'human', 'value': ...}", where)
+    if _has_roles(found):
+        raise bad_row(
+            where,
+            "has the turns of a chat in `conversations`, with `role` in place of `from`",
+            "Set spec.dataset.format: chat and spec.dataset.columns: {messages: conversations}.",
+        )
     turns = [_of_sharegpt(turn, f"conversations[{i}]", where) for i, turn in enumerate(found)]
     system = fields.get("system")
     if system is not None and not isinstance(system, str):
@@ -241,7 +253,15 @@ def _sharegpt(fields: Fields, where: str) -> DatasetRow:
     return _conversation(fields, turns, "conversations", where)
 
 
+def _has_roles(turns: Any) -> bool:  # noqa: ANN401 - it came from JSON
+    """Return whether turns say who speaks by `role`, as a chat does, and not by `from`."""
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return isinstance(first, dict) and "role" in first and "from" not in first
+
+
 def _of_sharegpt(turn: Any, name: str, where: str) -> Fields:  # noqa: ANN401 - it came from JSON
+    if isinstance(turn, dict) and turn.get("from") == "function_call":
+        raise _not_learnt(where, f"{name} is a `function_call`")
     if not isinstance(turn, dict) or turn.get("from") not in _SHAREGPT:
         said = repr(turn.get("from"))[:64] if isinstance(turn, dict) else "not an object"
         raise bad_row(
@@ -336,11 +356,7 @@ def _turn(turn: Any, name: str, where: str) -> Fields:  # noqa: ANN401 - it came
         raise bad_row(where, f"{name} has no known `role`", f"Write one of {', '.join(ROLES)}.")
     for call in ("tool_calls", "function_call"):
         if turn.get(call):
-            raise bad_row(
-                where,
-                f"{name} has `{call}`, which is not learnt",
-                "Write the call into `content` as the model writes it, or drop the row.",
-            )
+            raise _not_learnt(where, f"{name} has `{call}`")
     for share in _SHARES if turn["role"] == "assistant" else ():
         if turn.get(share) not in (None, 1):
             raise bad_row(
@@ -358,6 +374,15 @@ def _turn(turn: Any, name: str, where: str) -> Fields:  # noqa: ANN401 - it came
             "Give the turn a text, or drop the row.",
         )
     return {key: value for key, value in turn.items() if value is not None}
+
+
+def _not_learnt(where: str, what: str) -> UserError:
+    return bad_row(
+        where,
+        f"{what}, which is not learnt",
+        "Write the call into the text of a turn of the assistant, as the model writes it, or drop "
+        "the row.",
+    )
 
 
 def _instruction(fields: Fields, where: str) -> DatasetRow:

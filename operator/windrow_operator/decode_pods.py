@@ -319,13 +319,22 @@ def model_of(container: Mapping[str, Any]) -> str:
 
     A path within the folder in which the server starts is one from the root, where that is known.
     """
-    written = serving_option(container, *MODEL_OPTIONS)
+    written = serving_option(container, *MODEL_OPTIONS) or _served_by_place(container)
     if is_open(written):
         return ""
     if not written.startswith(("./", "../")):
         return written
     path = posixpath.normpath(posixpath.join(_started_in(container), written))
     return path if path.startswith("/") else written
+
+
+def _served_by_place(container: Mapping[str, Any]) -> str:
+    """Return the model of `sglang serve MODEL`, as it is written; empty: there is none."""
+    for command in _serving(container):
+        for program, part, model in zip(command, command[1:], command[2:], strict=False):
+            if program.rpartition("/")[2] == "sglang" and part == "serve":
+                return "" if model.startswith("-") else model
+    return ""
 
 
 def _started_in(container: Mapping[str, Any]) -> str:

@@ -45,7 +45,7 @@ from windrow_operator.model import CheckedPolicy, Job
 from windrow_operator.reconcile import Event
 from windrow_operator.secrets import read_server_key
 from windrow_operator.server_calls import KeyRefused, NotLoaded, Servers, Target, probes
-from windrow_operator.serving import Instance, instances
+from windrow_operator.serving import Instance, instances, workers_of_dynamo
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +130,11 @@ class Deployments:
                 f"No ready decode instance serves {job.spec.model.name} under a HarvestPolicy with "
                 "access.adapters that admits the job's namespace"
             )
+            if workers := workers_of_dynamo(pods, job):
+                message = (
+                    f"{', '.join(workers)}: a worker of Dynamo has no server of SGLang's, by "
+                    "which adapters are loaded. Load this one by Dynamo, from its destination"
+                )
             await self._tell(job, Reason.NO_INSTANCES, message)
             return
         try:

@@ -27,6 +27,7 @@ KEYS = (
     "AWS_DEFAULT_REGION",
     "AWS_ENDPOINT_URL",
     "AWS_ENDPOINT_URL_S3",
+    "AWS_VIRTUAL_HOSTED_STYLE_REQUEST",
     "HF_TOKEN",
 )
 # Of the Secret of spec.tracking, which reaches other servers.

@@ -6,10 +6,11 @@ import ipaddress
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 from windrow.conditions import get_condition
-from windrow_operator.command_line import is_open, option_of
+from windrow_operator.command_line import commands_of, is_open, option_of
 from windrow_operator.decode_pods import matching_rule, model_of, serving_container, serving_option
 from windrow_operator.engine_evidence import MODE, other_engine
 from windrow_operator.model import Job, key_of
@@ -53,7 +54,7 @@ def instances(pods: Iterable[Mapping[str, Any]], job: Job) -> list[Instance]:
             role = "decode"
         if role not in _ROLES or not same_model(job, model_of(container)) or not _is_ready(pod):
             continue
-        if other_engine(container):  # it has the option, and other calls
+        if other_engine(container) or _is_of_dynamo(container):  # they have other calls
             continue
         url = _url_of(state["podIP"], _port_of(container))
         key = key_of(metadata["namespace"], metadata["name"])
@@ -70,6 +71,28 @@ def instances(pods: Iterable[Mapping[str, Any]], job: Job) -> list[Instance]:
                 )
             )
     return sorted(found, key=lambda each: (_ROLES.index(each.role), each.key))
+
+
+def workers_of_dynamo(pods: Iterable[Mapping[str, Any]], job: Job) -> list[str]:
+    """Return the ready pods of the job's model that run SGLang in a worker of Dynamo, in order.
+
+    Such a worker has no server of SGLang's: it loads adapters by calls of Dynamo alone.
+    """
+    return sorted(
+        key_of(pod["metadata"]["namespace"], pod["metadata"]["name"])
+        for pod in pods
+        if _is_of_dynamo(container := serving_container(pod))
+        and same_model(job, model_of(container))
+        and _is_ready(pod)
+    )
+
+
+def _is_of_dynamo(container: Mapping[str, Any]) -> bool:
+    return any(
+        (option, module) == ("-m", "dynamo.sglang")
+        for command in commands_of(container)
+        for option, module in pairwise(command)
+    )
 
 
 def _bootstrap_of(address: str, container: Mapping[str, Any], role: str) -> str:

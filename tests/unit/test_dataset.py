@@ -458,12 +458,28 @@ def test_rows_of_sharegpt_are_those_of_a_chat():
             {"conversations": [{"from": "system", "value": "a"}], "system": "b"},
             "a turn of the system",
         ),
+        (
+            {"conversations": [{"role": "user", "content": "a"}]},
+            r"format: chat and spec.dataset.columns: \{messages: conversations\}",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": "{}"}]},
+            r"conversations\[0\] is a `function_call`, which is not learnt. Write the call into",
+        ),
     ],
 )
 def test_a_wrong_row_of_sharegpt_says_what_is_wrong(fields, said):
     with pytest.raises(UserError, match=said) as caught:
         row_of(DatasetRecord("r:7", fields), "sharegpt")
     assert caught.value.field == "r:7"
+
+
+def test_turns_of_a_chat_under_the_name_of_sharegpt_are_read_by_columns():
+    fields = {"conversations": CHAT["messages"]}
+    with pytest.raises(UserError, match=r"spec.dataset.columns: \{messages: conversations\}"):
+        row_of(DatasetRecord("r:7", fields), "chat")
+    columns = {"messages": "conversations"}
+    assert row_of(DatasetRecord("r:7", fields), "chat", columns).turns
 
 
 ASKED = [{"role": "user", "content": "a"}]

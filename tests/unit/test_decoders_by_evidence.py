@@ -249,6 +249,19 @@ def test_a_models_path_is_that_of_its_variable(words, model):
     assert model_of(container(command=words, env=env, workingDir="/work")) == model
 
 
+@pytest.mark.parametrize(
+    ("words", "model"),
+    [
+        (["sglang", "serve", "/models/m", "--port", "1"], "/models/m"),
+        (["bash", "-c", "exec /usr/bin/sglang serve Qwen/Qwen3-0.6B --port 1"], "Qwen/Qwen3-0.6B"),
+        (["sglang", "serve", "--model-path", "/m"], "/m"),
+        (["sglang", "serve", "--port", "1"], ""),
+    ],
+)
+def test_sglang_serve_names_its_model_by_place(words, model):
+    assert model_of(container(command=words)) == model
+
+
 def test_a_model_whose_value_the_spec_does_not_hold_is_told():
     body = pod(container(command=[*SGLANG, *DECODE, "--model-path", "$(MODEL_PATH)"]))
     (note,) = prepared(body).notes

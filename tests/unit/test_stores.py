@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from windrow_operator.secrets import KEYS
 from windrow_sidecar.finetune.data.places import failed
 from windrow_sidecar.finetune.data.remote import Credentials, answers_later, storage_options
 
@@ -53,9 +54,25 @@ def test_another_store_gets_plain_bodies(endpoint):
     assert asked_by(endpoint) == PLAIN
 
 
-def test_a_store_that_knows_buckets_by_their_hosts_is_asked_so():
-    endpoint = "https://oss-eu-central-1.aliyuncs.com"
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "https://oss-eu-central-1.aliyuncs.com",
+        "https://cos-internal.ap-nanjing.tencentcos.cn",
+        "https://tos-s3-cn-beijing.ivolces.com",
+    ],
+)
+def test_a_store_that_knows_buckets_by_their_hosts_is_asked_so(endpoint):
     assert asked_by(endpoint) == {**PLAIN, "s3": {"addressing_style": "virtual"}}
+
+
+@pytest.mark.parametrize(("said", "style"), [("true", "virtual"), ("false", "path")])
+def test_a_secret_says_whether_a_store_wants_the_bucket_in_its_host(said, style):
+    values = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    values |= {"AWS_ENDPOINT_URL": "https://s3.own", "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": said}
+    found = storage_options("s3://b/k", Credentials("team", values))["config_kwargs"]
+    assert found == {**PLAIN, "s3": {"addressing_style": style}}
+    assert set(values) <= set(KEYS)
 
 
 def test_the_workers_own_settings_say_which_store_it_is(monkeypatch, nobody):
@@ -100,6 +117,8 @@ def test_a_store_that_says_that_it_cannot_is_not_asked_again(status, later):
         ("400", 400, "AWS_SESSION_TOKEN"),
         ("InvalidAccessKeyId", 403, "of this store"),
         ("RequestTimeTooSkewed", 403, "clock"),
+        ("SecondLevelDomainForbidden", 403, "AWS_VIRTUAL_HOSTED_STYLE_REQUEST: true"),
+        ("PathStyleDomainForbidden", 403, "AWS_VIRTUAL_HOSTED_STYLE_REQUEST: true"),
         ("AccessDenied", 403, "list, read"),
         ("InvalidObjectState", 403, "archive"),
         ("NoSuchBucket", 404, "s3://bucket/key"),

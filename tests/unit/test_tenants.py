@@ -30,7 +30,7 @@ from windrow_operator.policies import policy_of
 from windrow_operator.preemption import victims
 from windrow_operator.reconcile import Command
 from windrow_operator.server_calls import _reason_of
-from windrow_operator.serving import Instance, instances
+from windrow_operator.serving import Instance, instances, workers_of_dynamo
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
 NAME = "kubernetes.io/metadata.name"
@@ -645,6 +645,15 @@ def test_a_pods_command_line_leads_the_operator_nowhere_else(port, address, url)
     pod["status"]["podIP"] = address
     found = instances([pod], job("prod"))
     assert found == ([Instance("prod/decode-0", "decode-0", "decode", url)] if url else [])
+
+
+def test_a_worker_of_dynamo_is_asked_for_nothing_and_named():
+    arguments = ["--model-path", "/m", "--disaggregation-mode", "decode"]
+    of_dynamo = serving_pod("decode-0", args=arguments)
+    of_dynamo["spec"]["containers"][0]["command"] = ["python3", "-m", "dynamo.sglang"]
+    other = serving_pod("decode-1", args=[*arguments[:1], "/other", *arguments[2:]])
+    assert instances([of_dynamo], job("prod")) == []
+    assert workers_of_dynamo([of_dynamo, other], job("prod")) == ["prod/decode-0"]
 
 
 def test_of_an_answer_a_short_error_message_is_repeated_and_nothing_else():

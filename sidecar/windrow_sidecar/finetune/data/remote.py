@@ -31,8 +31,13 @@ _NEEDED = {
 
 
 _AMAZON = ("amazonaws.com", "amazonaws.com.cn")
-# OSS, COS and TOS, which refuse the bucket in the path.
-_BY_HOST_ALONE = ("aliyuncs.com", "myqcloud.com", "volces.com")
+# OSS, COS and TOS, which refuse the bucket in the path; the second names of the latter two.
+_BY_HOST_ALONE = (
+    *("aliyuncs.com", "myqcloud.com", "tencentcos.cn"),
+    *("volces.com", "ivolces.com", "bytepluses.com"),
+)
+# As clients written in Rust read it (object_store): whether a store wants the bucket in its host.
+_BY_HOST = "AWS_VIRTUAL_HOSTED_STYLE_REQUEST"
 _REGION = (
     "Give the bucket's region by AWS_REGION in the Secret, and with an endpoint that of the region."
 )
@@ -47,6 +52,10 @@ _REMEDIES = {
     **dict.fromkeys(("ExpiredToken", "InvalidToken", "TokenRefreshRequired"), _TOKEN),
     **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch"), _KEYS),
     "400": f"Check credentials and region. {_TOKEN} {_REGION}",
+    **dict.fromkeys(
+        ("SecondLevelDomainForbidden", "PathStyleDomainForbidden", "InvalidPathAccess"),
+        f"Write {_BY_HOST}: true into the Secret: this store wants the bucket in its host's name.",
+    ),
     "RequestTimeTooSkewed": "Set the clock of the node, which differs from that of the store.",
     "InvalidObjectState": "Restore the object from its archive, or name a copy of it.",
     **dict.fromkeys(
@@ -108,7 +117,7 @@ def storage_options(url: str, credentials: Credentials) -> dict[str, Any]:
         "token": values.get("AWS_SESSION_TOKEN"),
         "endpoint_url": endpoint,
         "client_kwargs": {"region_name": region} if region else {},
-        "config_kwargs": _of_store(endpoint or ""),
+        "config_kwargs": _of_store(endpoint or "", values.get(_BY_HOST)),
     }
     return {name: value for name, value in options.items() if value}
 
@@ -140,7 +149,7 @@ def open_file_system(url: str, credentials: Credentials) -> Any:  # noqa: ANN401
         ) from error
 
 
-def _of_store(endpoint: str) -> dict[str, Any]:
+def _of_store(endpoint: str, by_host: str | None = None) -> dict[str, Any]:
     """Return what a client of another store than Amazon's is configured with.
 
     Such stores refuse, or store as they come, bodies in chunks with a checksum behind them
@@ -149,6 +158,7 @@ def _of_store(endpoint: str) -> dict[str, Any]:
 
     Args:
         endpoint: as a Secret names it; "": that of the worker's own settings counts.
+        by_host: what the Secret says of it, `true` or `false`; None: nothing.
     """
     try:
         from botocore.session import Session
@@ -164,7 +174,11 @@ def _of_store(endpoint: str) -> dict[str, Any]:
         for option in ("request_checksum_calculation", "response_checksum_validation")
         if not _is_set(own, option)
     }
-    if _is_below(host, _BY_HOST_ALONE) and not _is_set(own, "s3"):
+    by_host = by_host or os.environ.get(_BY_HOST)
+    if by_host:
+        style = "virtual" if by_host.strip().lower() in ("true", "1") else "path"
+        found["s3"] = {"addressing_style": style}
+    elif _is_below(host, _BY_HOST_ALONE) and not _is_set(own, "s3"):
         found["s3"] = {"addressing_style": "virtual"}
     return found
 
