@@ -28,6 +28,13 @@ _KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 # Options that put other memory, other ranks or other loops where the plugin expects SGLang's own:
 # attribute of ServerArgs, the value that is fine, what to write.
 _PLAIN: tuple[tuple[str, object, str], ...] = (
+    # Before the sizes that come with them: an error names the first.
+    (
+        "nnodes",
+        1,
+        "--nnodes 1: the ranks of a slot are in one pod, not in a LeaderWorkerSet's group",
+    ),
+    ("enable_dp_attention", False, "no --enable-dp-attention"),
     ("tp_size", 1, "--tp-size 1, and a server on each GPU"),
     ("pp_size", 1, "--pp-size 1"),
     ("dp_size", 1, "--dp-size 1, and a server on each GPU"),
@@ -39,7 +46,6 @@ _PLAIN: tuple[tuple[str, object, str], ...] = (
     ("enable_page_major_kv_layout", False, "no --enable-page-major-kv-layout"),
     ("enable_hierarchical_cache", False, "no --enable-hierarchical-cache"),
     ("enable_hisparse", False, "no --enable-hisparse"),
-    ("enable_dp_attention", False, "no --enable-dp-attention"),
     ("enable_kv_cache_sharding", False, "no --enable-kv-cache-sharding"),
     ("enable_pd_role_switch", False, "no --enable-pd-role-switch"),
     ("cpu_offload_gb", 0, "no --cpu-offload-gb"),

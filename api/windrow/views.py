@@ -140,6 +140,7 @@ class SlotView:
     job: str  # namespace/name, empty: none
     breaker: str
     sharing: str  # of a GPU: in which mode, and why; empty: it has none, or nobody has said
+    ranks: int = 1  # over which decode's model and a worker's are cut
 
     @classmethod
     def of(cls, found: JsonObject) -> SlotView:
@@ -179,6 +180,7 @@ class SlotView:
             sharing=f"{status['sharing']} mode: {status.get('sharingReason', '')}"
             if status.get("sharing")
             else "",
+            ranks=status.get("ranks") or 1,
         )
 
 

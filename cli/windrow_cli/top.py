@@ -82,6 +82,11 @@ def _rate(slot: SlotView) -> str:
     return f"{'' if sure else '~'}{slot.predicted_tokens_per_second:,.0f} tok/s"
 
 
+def label_of(slot: SlotView) -> str:
+    """Return a slot's name, and its ranks where there are several."""
+    return f"{slot.name} x{slot.ranks}" if slot.ranks > 1 else slot.name
+
+
 def row_of(slot: SlotView) -> tuple[str, ...]:
     """Return a slot as a row under HEAD."""
     figures = ("-",) * 8
@@ -97,7 +102,7 @@ def row_of(slot: SlotView) -> tuple[str, ...]:
             _rate(slot),
         )
     return (
-        slot.name,
+        label_of(slot),
         _ms(slot.objective_s),
         _ms(slot.tpot_p50_s),
         _ms(slot.tpot_p99_s),
@@ -250,11 +255,11 @@ def _slots(slots: Sequence[SlotView], history: History, columns: _Columns) -> Ta
     if not full:
         heads = [("SLOT", False), ("P99", True), ("OBJ.", True), ("TREND", False)]
         heads += [("COMP.", False), ("MEM.", False)]
-    name_width = min(columns.name, max((len(slot.name) for slot in slots), default=0))
+    name_width = min(columns.name, max((len(label_of(slot)) for slot in slots), default=0))
     taken = name_width + columns.line + 2 * columns.bar + columns.figures
     made = _table(*heads, ("JOB", False), room=max(8, columns.width - taken))
     for slot in slots:
-        name = _end_of(slot.name, name_width)
+        name = _end_of(label_of(slot), name_width)
         if not slot.reported:
             blank = ["-"] * (len(heads) - 1)
             made.add_row(name, *blank, Text(slot.why, style="yellow"))

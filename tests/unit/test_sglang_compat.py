@@ -50,6 +50,8 @@ def test_a_plain_decode_server_is_taken():
         ({"tp_size": 2}, "--tp-size"),
         ({"pp_size": 2}, "--pp-size"),
         ({"dp_size": 4}, "--dp-size"),
+        ({"tp_size": 16, "nnodes": 2}, "--nnodes"),
+        ({"tp_size": 8, "dp_size": 8, "enable_dp_attention": True}, "--enable-dp-attention"),
         ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm"),
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm"),
         (
@@ -176,6 +178,8 @@ PLAIN = [
         (["--tp", "2"], OFFICIAL, "--tp-size"),
         (["--tensor-parallel-size=8"], OFFICIAL, "--tp-size"),
         (["--dp", "2"], OFFICIAL, "--dp-size"),
+        (["--tp", "16", "--nnodes", "2"], OFFICIAL, "not in a LeaderWorkerSet's group"),
+        (["--tp", "8", "--enable-dp-attention"], OFFICIAL, "--enable-dp-attention"),
         (["--kv-cache-dtype", "fp4_e2m1"], OFFICIAL, "--kv-cache-dtype"),
         (["--speculative-algorithm", "EAGLE"], OFFICIAL, ""),
         (["--speculative-algo", "UNO"], OFFICIAL, "--speculative-algorithm"),
