@@ -60,6 +60,11 @@ class Switch:
         return self.inner.request_objective_us
 
     @property
+    def deferral_us(self) -> int:
+        """See StepHook."""
+        return self.inner.deferral_us
+
+    @property
     def first_token_objective_us(self) -> int:
         """Ask the present one."""
         return self.inner.first_token_objective_us

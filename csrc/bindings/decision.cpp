@@ -248,7 +248,8 @@ nb::tuple ask_policy(std::string_view name, const nb::tuple& view, const nb::tup
                      std::int64_t idle_units, const Figures& predicted_us, const Figures& solo_us,
                      double margin, std::int64_t current, bool per_request,
                      std::int64_t in_flight_bound_us, std::int64_t layers, bool gaps,
-                     std::int64_t deferral_us, std::int64_t chunk_bytes, bool taught) {
+                     std::int64_t deferral_us, std::int64_t due_ns, std::int64_t chunk_bytes,
+                     bool taught) {
   const std::size_t count = splits.size();
   if (predicted_us.size() != count || solo_us.size() != count || allowed < 1 || allowed > count ||
       offered.empty()) {
@@ -270,6 +271,7 @@ nb::tuple ask_policy(std::string_view name, const nb::tuple& view, const nb::tup
                                           .in_flight_bound_us = in_flight_bound_us,
                                           .layers = layers,
                                           .deferral_us = deferral_us,
+                                          .due_ns = due_ns,
                                           .chunk_bytes = chunk_bytes,
                                           .per_request = per_request,
                                           .gaps = gaps,
@@ -292,7 +294,7 @@ void bind_policies(nb::module_& module) {
              nb::arg("offered"), nb::arg("allowed"), nb::arg("idle_units"), nb::arg("predicted_us"),
              nb::arg("solo_us"), nb::arg("margin"), nb::arg("current"), nb::arg("per_request"),
              nb::arg("in_flight_bound_us"), nb::arg("layers"), nb::arg("gaps"),
-             nb::arg("deferral_us"), nb::arg("chunk_bytes"), nb::arg("taught"));
+             nb::arg("deferral_us"), nb::arg("due_ns"), nb::arg("chunk_bytes"), nb::arg("taught"));
   module.def("beside_us", &beside_us, nb::arg("bound"), nb::arg("solo"), nb::arg("beside"));
   module.def("accompanied_layers", &accompanied_layers, nb::arg("objective"), nb::arg("layers"),
              nb::arg("solo"), nb::arg("beside"));

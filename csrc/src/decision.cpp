@@ -66,7 +66,8 @@ void Decider::set_terms(DecisionTerms terms) {
 }
 
 Grant Decider::decide(const View& view, const Offer& offer, std::int64_t now_ns, bool present,
-                      std::int64_t chunks, const PromptQueue& prompts) {
+                      std::int64_t chunks, const PromptQueue& prompts, std::int64_t due_ns) {
+  due_ns_ = due_ns;
   Grant grant = wish(view, offer, now_ns, present, prompts);
   hand_over(grant, offer, present, terms_.first_token_us != 0 && prompts.left_tokens != 0);
   const bool settled = decode_units_ == grant.decode_units;
@@ -174,6 +175,7 @@ PolicyContext Decider::context(double margin, std::span<const double> beside_us,
           .in_flight_bound_us = terms_.objective_us / 4,
           .layers = device_.layers,
           .deferral_us = terms_.deferral_us,
+          .due_ns = due_ns_,
           .chunk_bytes = device_.chunk_bytes,
           .per_request = terms_.per_request,
           .gaps = device_.gaps,
@@ -216,7 +218,7 @@ Grant Decider::wish(const View& view, const Offer& offer, std::int64_t now_ns, b
     const std::int64_t begun_ns = view.start_ns != 0 ? view.start_ns : now_ns;
     grant.gap_until_ns = 0;
     grant.hold_admission_until_ns =
-        std::min(grant.hold_admission_until_ns, begun_ns + terms_.deferral_us * 1000);
+        std::min(grant.hold_admission_until_ns, held_until_ns(begun_ns));
     // There may be no room because the guard has widened the margin.
     const Why held = guard_->pauses(now_ns) ? guard_->why_held() : Why::kObjective;
     why_ = offer.starving != 0 && !observing ? Why::kStarving : held;
@@ -237,6 +239,11 @@ Grant Decider::wish(const View& view, const Offer& offer, std::int64_t now_ns, b
     return alone(ctx);
   }
   return grant;
+}
+
+// The latest time until which requests are held back: by the policy's bound, or by their own.
+std::int64_t Decider::held_until_ns(std::int64_t begun_ns) const {
+  return std::max(begun_ns + terms_.deferral_us * 1000, due_ns_);
 }
 
 // As many splits as leave every waiting prompt its first token in time: the one that arrived first
@@ -273,7 +280,7 @@ Grant Decider::guarded(const Grant& wish, const View& view, const PolicyContext&
   const std::int64_t begun_ns = view.start_ns != 0 ? view.start_ns : now_ns;
   const bool kept = wish.finetune_units > 0 && wish.finetune_units <= most &&
                     wish.gap_until_ns <= begun_ns + static_cast<std::int64_t>(gap_us * 1000) &&
-                    wish.hold_admission_until_ns <= begun_ns + terms_.deferral_us * 1000;
+                    wish.hold_admission_until_ns <= held_until_ns(begun_ns);
   if (!kept || wish.action != kGo) {
     why_ = Why::kLimits;
     return alone(ctx);

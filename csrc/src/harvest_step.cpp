@@ -288,7 +288,8 @@ void HarvestStep::decide(std::int64_t now_ns, const StepFacts* facts) {
   if (facts != nullptr) {
     prompts = {.left_tokens = facts->prompts_left, .waited_us = facts->first_token_waited_us};
   }
-  const Grant grant = decider_.decide(view_, offer, now_ns, present_, may_hold, prompts);
+  const std::int64_t due_ns = facts != nullptr && facts->waiting != 0 ? facts->due_ns : 0;
+  const Grant grant = decider_.decide(view_, offer, now_ns, present_, may_hold, prompts, due_ns);
   unit_ns_ += units_ * static_cast<double>(now_ns - units_since_ns_);
   granted_ns_ += units_ > 0 ? now_ns - units_since_ns_ : 0;
   units_ = grant.finetune_units != 0 ? decider_.would_units() : 0;

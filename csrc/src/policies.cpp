@@ -352,10 +352,20 @@ Grant flexllm(const View& view, const Offer& offer, const PolicyContext& ctx) {
 // - The worker stops at a tasklet instead of an iteration, so that t_f is the bound on what is in
 //   flight.
 // - Requests are held before they are admitted to decode: their prompts are computed elsewhere.
+// - A request without a bound of its own has the policy's.
 
-// When the oldest waiting request is due; 0: it is.
+// How long requests may still be held back: the oldest has the policy's bound, or the first to be
+// due has one of its own.
+std::int64_t may_wait_us(const View& view, const PolicyContext& ctx) {
+  if (view.waiting != 0 && ctx.due_ns != 0) {
+    return (ctx.due_ns - view.start_ns) / 1000;
+  }
+  return ctx.deferral_us - view.waited_us;
+}
+
+// When the first waiting request is due; 0: it is.
 std::int64_t hold_until_ns(const View& view, const PolicyContext& ctx) {
-  const double left_us = real(ctx.deferral_us - view.waited_us) - real(ctx.in_flight_bound_us);
+  const double left_us = real(may_wait_us(view, ctx)) - real(ctx.in_flight_bound_us);
   return left_us > 0 ? view.start_ns + whole(left_us * 1000) : 0;
 }
 
@@ -400,7 +410,7 @@ Grant iterations(const View& view, const Offer& offer, const PolicyContext& ctx)
   if (!has_work(offer) || view.batch != 0) {
     return alone(ctx);
   }
-  const std::int64_t left_us = ctx.deferral_us - view.waited_us;
+  const std::int64_t left_us = may_wait_us(view, ctx);
   if (view.waiting != 0 && (left_us <= 0 || !mid_iteration(offer))) {
     return alone(ctx);
   }

@@ -456,6 +456,36 @@ def test_the_facts_tell_what_waits_for_a_first_token_where_a_policy_asks_for_it(
     assert all(after_us > 0 for after_us in firsts)
 
 
+def test_the_facts_tell_when_a_request_with_a_bound_of_its_own_is_due(bench):
+    dues: list[int] = []
+
+    class Deferring(NullHook):
+        deferral_us = 400_000
+
+        def before_step(self, facts: StepInput) -> Grant:
+            dues.append(facts.due_ns)
+            hold_ns = 10**15 if len(dues) < 4 else 0
+            return Grant(hold_admission_until_ns=hold_ns)
+
+    one = bench()
+    one.use(Deferring())
+    one.loop.step()
+    one.scheduler.submit(request(1, max_tokens=2, kv_arrives=True, arrived_ns=7_000))
+    one.loop.step()
+    one.scheduler.submit(
+        request(2, max_tokens=2, kv_arrives=True, arrived_ns=8_000, deferral_us=90)
+    )
+    one.loop.step()
+    one.scheduler.submit(
+        request(3, max_tokens=2, kv_arrives=True, arrived_ns=9_000, deferral_us=50)
+    )
+    one.loop.step()
+    assert dues == [0, 0, 98_000, 59_000]
+    one.loop._hold_until_ns = 0
+    one.run_dry()
+    assert dues[-1] == 0, "nobody waits"
+
+
 def test_cancelled_requests_give_their_memory_back_in_every_state(bench):
     one = bench(chunks=2, reserve_tokens=1)
     for i in range(3):  # running, prefilling, waiting

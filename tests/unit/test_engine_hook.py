@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from windrow_sidecar.engines.hook import FailClosed, NullHook, StepInput
+from windrow_sidecar.engines.hook import FailClosed, NullHook, StepInput, first_due_ns
 from windrow_sidecar.qos.view import Grant
 
 FACTS = StepInput(
@@ -79,6 +79,22 @@ def test_a_hook_that_cannot_say_whom_it_judges_is_switched_off():
     assert hook.request_objective_us == 0
     assert hook.failed
     assert FailClosed(NullHook()).request_objective_us == 0
+
+
+def test_the_first_request_that_is_due_has_the_earliest_end_of_its_bound():
+    ms = 1_000_000
+    waiting = [(100 * ms, 0), (150 * ms, 40_000), (120 * ms, 9_000_000)]
+    assert first_due_ns(waiting, 400_000) == 190 * ms
+    assert first_due_ns(waiting[::2], 400_000) == 500 * ms, "the one with the policy's bound"
+    assert first_due_ns(waiting[:1], 400_000) == 0, "none has a bound of its own"
+    assert first_due_ns(waiting, 0) == first_due_ns([], 400_000) == 0
+
+
+def test_a_hook_that_cannot_say_whether_it_defers_is_switched_off():
+    hook = FailClosed(Granting())
+    assert hook.deferral_us == 0
+    assert hook.failed
+    assert FailClosed(NullHook()).deferral_us == 0
 
 
 def test_a_hook_that_cannot_even_close_is_left_behind(caplog):

@@ -143,6 +143,19 @@ def test_fineinfer_runs_the_worker_until_the_oldest_request_is_due():
     assert (due.action, due.hold_admission_until_ns) == (Action.PAUSE, 0)
 
 
+@pytest.mark.parametrize("own_us", [40_000, 5_000_000])
+def test_fineinfer_holds_a_request_by_the_bound_that_came_with_it(own_us):
+    """Shorter or longer than the policy's: its arrival and its bound say when it is due."""
+    waits = IDLE._replace(waiting=1, waited_us=30_000)
+    due_ns = START_NS + 1000 * (own_us - 30_000)
+    held = make_policy("fineinfer").decide(waits, WORK, gpu(due_ns=due_ns))
+    assert (held.action, held.hold_admission_until_ns) == (Action.GO, due_ns - 5_000_000)
+    late = make_policy("fineinfer").decide(waits, WORK, gpu(due_ns=START_NS + 4_000_000))
+    assert (late.action, late.hold_admission_until_ns) == (Action.PAUSE, 0)
+    nobody = make_policy("fineinfer").decide(IDLE, WORK, gpu(due_ns=due_ns))
+    assert nobody.hold_admission_until_ns == START_NS + 395_000_000
+
+
 def test_fineinfer_decodes_alone_until_the_batch_is_empty():
     grant = make_policy("fineinfer").decide(
         BUSY._replace(waiting=2, waited_us=100_000), WORK, gpu()

@@ -13,7 +13,7 @@ import torch
 from windrow.errors import InvariantBroken, UserError
 from windrow.rundir import ENV_RUN_DIR, RunDir
 from windrow_sidecar.engines import hook
-from windrow_sidecar.engines.sglang import compat, hooking, opening, plugin
+from windrow_sidecar.engines.sglang import compat, hooking, opening, plugin, queues
 from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest
 from windrow_sidecar.engines.sglang.pool import check_pool, plan_geometry
 from windrow_sidecar.qos.view import Grant
@@ -117,7 +117,7 @@ def parts_with(**step_hook) -> SimpleNamespace:
     """Return what a scheduler is harvested with, as far as a step asks for it."""
     return SimpleNamespace(
         inner=SimpleNamespace(is_awake=True, controller=SimpleNamespace(terms=None)),
-        hook=SimpleNamespace(**{"first_token_objective_us": 0, **step_hook}),
+        hook=SimpleNamespace(**{"first_token_objective_us": 0, "deferral_us": 0, **step_hook}),
         partition=SimpleNamespace(activate=lambda units: None),
         splits=SimpleNamespace(units=2),
         allocator=SimpleNamespace(chunks=SimpleNamespace(refresh=lambda: None)),
@@ -394,3 +394,57 @@ def test_empty_chunks_are_looked_for_only_while_decodes_stream_is_idle():
     now_ns[0] += 1_100_000_000
     harvest.between_batches(scheduler)
     assert len(looked) == 3
+
+
+@pytest.mark.parametrize(
+    ("custom", "microseconds"),
+    [
+        (None, 0),
+        ({"other": 1}, 0),
+        ({"windrow_deferral_ms": 300}, 300_000),
+        ({"windrow_deferral_ms": 0.2}, 1_000),
+        ({"windrow_deferral_ms": 1e9}, 60_000_000),
+        ({"windrow_deferral_ms": True}, 0),
+        ({"windrow_deferral_ms": float("nan")}, 0),
+        ({"windrow_deferral_ms": "300"}, 0),
+    ],
+)
+def test_a_request_of_sglang_brings_its_own_bound_in_its_custom_params(custom, microseconds):
+    request = SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom))
+    assert queues.own_deferral_us(request) == microseconds
+
+
+def test_the_facts_tell_when_a_waiting_request_of_sglang_is_due():
+    told: list[int] = []
+
+    def before_step(facts):
+        told.append(facts.due_ns)
+        return Grant()
+
+    def waits(own_ms, *, arrived_s):
+        custom = {queues.DEFERRAL_PARAMETER: own_ms} if own_ms else None
+        return SimpleNamespace(
+            output_ids=[],
+            sampling_params=SimpleNamespace(custom_params=custom),
+            time_stats=SimpleNamespace(wait_queue_entry_time=arrived_s),
+        )
+
+    parts = parts_with(
+        before_step=before_step,
+        after_step=lambda end_ns, latency_us: None,
+        request_objective_us=0,
+        deferral_us=400_000,
+    )
+    harvest = SchedulerHarvest(parts, None, clock=lambda: 10**10)
+    queue = [waits(0, arrived_s=9.9), waits(50, arrived_s=9.98)]
+    harvest.before_batch(SimpleNamespace(waiting_queue=queue), Batch)
+    decode = SimpleNamespace(
+        queue=[
+            SimpleNamespace(req=queue[1], waiting_for_input=True),
+            SimpleNamespace(req=waits(1, arrived_s=9.0), waiting_for_input=False),
+        ],
+        retracted_queue=[queue[0]],
+    )
+    scheduler = SimpleNamespace(waiting_queue=[], disagg_decode_prealloc_queue=decode)
+    harvest.before_batch(scheduler, Batch)
+    assert told == pytest.approx([10_030_000_000] * 2, abs=1000)

@@ -74,9 +74,11 @@ class Decider {
   void set_terms(DecisionTerms terms);
 
   // What both sides do from now on. `present`: a worker is attached and its heart beats; `chunks`:
-  // how many it may hold.
+  // how many it may hold; `due_ns`: when the first waiting request has to be admitted, where any
+  // has a bound of its own; 0: none has.
   [[nodiscard]] Grant decide(const View& view, const Offer& offer, std::int64_t now_ns,
-                             bool present, std::int64_t chunks, const PromptQueue& prompts = {});
+                             bool present, std::int64_t chunks, const PromptQueue& prompts = {},
+                             std::int64_t due_ns = 0);
   // Judges the step that was decided last, and learns from it. Returns how far it was from its
   // prediction, relative to that; nothing where it ran without a worker or between two partitions.
   std::optional<double> observe(std::int64_t now_ns, double latency_us);
@@ -105,6 +107,7 @@ class Decider {
                                       std::span<const double> solo_us) const;
   [[nodiscard]] Grant wish(const View& view, const Offer& offer, std::int64_t now_ns, bool present,
                            const PromptQueue& prompts);
+  [[nodiscard]] std::int64_t held_until_ns(std::int64_t begun_ns) const;
   [[nodiscard]] std::size_t allowed_beside(const PromptQueue& prompts) const;
   [[nodiscard]] Grant guarded(const Grant& wish, const View& view, const PolicyContext& ctx,
                               std::int64_t now_ns);
@@ -126,6 +129,7 @@ class Decider {
   double alone_us_ = 0;
   double would_units_ = 0;
   DuringStep during_;
+  std::int64_t due_ns_ = 0;  // of the requests that wait for the step that is decided
   PromptModel prompts_;
   bool beside_prompts_ = false;  // a worker ran while a request waited for its first token
   std::int64_t first_tokens_ = 0;

@@ -24,7 +24,8 @@ namespace windrow {
   X(slack_us)                  \
   X(prefill_tokens)            \
   X(prompts_left)              \
-  X(first_token_waited_us)
+  X(first_token_waited_us)     \
+  X(due_ns)
 
 #define WINDROW_FIELD(name) std::int64_t name = 0;
 struct StepFacts {

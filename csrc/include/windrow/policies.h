@@ -79,10 +79,11 @@ struct PolicyContext {
   std::int64_t in_flight_bound_us = 0;  // how much work the worker may have launched at any time
   std::int64_t layers = 1;              // of decode's model
   std::int64_t deferral_us = 0;         // how long a request may be held back before it is admitted
-  std::int64_t chunk_bytes = 0;         // of the arena; 0: unknown
-  bool per_request = false;  // the objective is judged over a request's life, not step by step
-  bool gaps = false;         // the engine can begin a step later than it could
-  bool taught = true;        // enough steps beside a share throughout have said what a worker costs
+  std::int64_t due_ns = 0;  // until when requests may be held back by bounds of their own; 0: none
+  std::int64_t chunk_bytes = 0;  // of the arena; 0: unknown
+  bool per_request = false;      // the objective is judged over a request's life, not step by step
+  bool gaps = false;             // the engine can begin a step later than it could
+  bool taught = true;  // enough steps beside a share throughout have said what a worker costs
 };
 
 // `PolicyContext::current` while decode and worker take turns on the whole device.

@@ -37,6 +37,9 @@ class StepInput(NamedTuple):
     # for it: prompt tokens still to compute, and how long ago the oldest arrived, microseconds.
     prompts_left: int = 0
     first_token_waited_us: int = 0
+    # Under a policy that defers: when the first waiting request has to be admitted, where any of
+    # them has a bound of its own (ns of CLOCK_MONOTONIC); 0: none has, and the policy's counts.
+    due_ns: int = 0
     # That a request gets from this step, on average; above 1 where decode speculates.
     tokens: float = 1.0
 
@@ -61,6 +64,15 @@ class StepHook(Protocol):
 
         Above 0 an engine that prefills says in `StepInput.prompts_left` what waits, and calls
         `after_prompt` and `after_first_token`.
+        """
+        ...
+
+    @property
+    def deferral_us(self) -> int:
+        """How long the policy holds a request back that says nothing of its own; 0: it holds none.
+
+        Above 0 the engine says in `StepInput.due_ns` when requests with bounds of their own are
+        due.
         """
         ...
 
@@ -105,6 +117,7 @@ class NullHook:
 
     request_objective_us = 0
     first_token_objective_us = 0
+    deferral_us = 0
 
     def before_step(self, facts: StepInput) -> Grant:
         """Take all units."""
@@ -128,6 +141,22 @@ class NullHook:
 
 
 _ALL_TO_DECODE = Grant()
+
+
+def first_due_ns(waiting: Iterable[tuple[int, int]], deferral_us: int) -> int:
+    """Return when the first of the waiting requests is due; 0 where none has a bound of its own.
+
+    Args:
+        waiting: of each request: when it arrived (ns of CLOCK_MONOTONIC), and how long it may be
+            held back (microseconds; 0: as long as the policy says).
+        deferral_us: see `StepHook.deferral_us`.
+    """
+    if not deferral_us:
+        return 0
+    bounds = [*waiting]
+    if not any(own_us for _, own_us in bounds):
+        return 0
+    return min(arrived_ns + 1000 * (own_us or deferral_us) for arrived_ns, own_us in bounds)
 
 
 def least_slack_us(begun: Iterable[tuple[int, int]], now_ns: int, objective_us: int) -> int:
@@ -180,6 +209,17 @@ class FailClosed:
             return int(self._inner.first_token_objective_us)
         except Exception as error:  # noqa: BLE001
             self._switch_off("first_token_objective_us", error)
+            return 0
+
+    @property
+    def deferral_us(self) -> int:
+        """See `StepHook.deferral_us`; 0 once it is off."""
+        if self.failed:
+            return 0
+        try:
+            return int(self._inner.deferral_us)
+        except Exception as error:  # noqa: BLE001 - decode goes on whatever it is
+            self._switch_off("deferral_us", error)
             return 0
 
     def before_step(self, facts: StepInput) -> Grant:

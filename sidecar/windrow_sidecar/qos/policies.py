@@ -40,6 +40,7 @@ class Context(NamedTuple):
         layers: of decode's model.
         gaps: the engine can begin a step later than it could (`Grant.gap_until_ns`).
         deferral_us: how long a request may be held back before it is admitted.
+        due_ns: when the first waiting request is due, where any has a bound of its own; 0: none.
         chunk_bytes: of the arena; 0: unknown.
         taught: enough steps beside a share throughout have said what a worker costs.
     """
@@ -56,6 +57,7 @@ class Context(NamedTuple):
     layers: int = 1
     gaps: bool = False
     deferral_us: int = 400_000
+    due_ns: int = 0
     chunk_bytes: int = 0
     taught: bool = True
 

@@ -11,6 +11,8 @@ MODES = ("harvest", "observe", "off")
 SCOPES = ("perStep", "perRequest")
 # FineInfer's experiments bound the wait to 0.3 to 0.5 s.
 DEFAULT_DEFERRAL_US = 400_000
+# Policies that hold requests back.
+DEFERRING = ("fineinfer", "iterations")
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,7 @@ class DecodeLoop:
             prefill_tokens=len(prefill[1]) if prefill else 0,
             prompts_left=left,
             first_token_waited_us=waited_us,
+            due_ns=scheduler.first_due_ns(parts.hook.deferral_us) if scheduler.waiting else 0,
         )
         asked_ns = parts.clock_ns()
         decision = self._take_share(parts.hook.before_step(facts))

@@ -16,6 +16,7 @@ import torch
 from windrow_sidecar.engines.builtin.kv.kvcache import KvCache, SequenceKv
 from windrow_sidecar.engines.builtin.kv.paging import PagePool
 from windrow_sidecar.engines.builtin.web.messages import Submit
+from windrow_sidecar.engines.hook import first_due_ns
 
 
 @dataclass(slots=True, eq=False)
@@ -149,6 +150,11 @@ class Scheduler:
         left = sum(len(r.tokens) - r.kv.n_tokens for r in lacking)
         oldest_ns = min((r.submit.arrived_ns for r in lacking), default=now_ns)
         return left, max(0, now_ns - oldest_ns) // 1000
+
+    def first_due_ns(self, deferral_us: int) -> int:
+        """Return when the first waiting request is due (see `hook.first_due_ns`)."""
+        bounds = ((r.submit.arrived_ns, r.submit.deferral_us) for r in self.waiting)
+        return first_due_ns(bounds, deferral_us)
 
     def make_room(self) -> None:
         """Give every running request its next slot's page, retracting the youngest if need be."""

@@ -23,7 +23,7 @@ from windrow_sidecar.qos.control import Decided, EngineTraits
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.predictor import Predictor
 from windrow_sidecar.qos.solo import SoloStepModel, solo_models
-from windrow_sidecar.qos.terms import HarvestTerms, in_turns
+from windrow_sidecar.qos.terms import DEFERRING, HarvestTerms, in_turns
 from windrow_sidecar.qos.view import Grant, Offer, View
 
 
@@ -109,6 +109,12 @@ class HarvestHook(HarvestStep):
         """Time to first token that the policy keeps; 0: none."""
         terms = self.controller.terms
         return terms.first_token_us if terms else 0
+
+    @property
+    def deferral_us(self) -> int:
+        """How long the policy holds requests back; 0: it is none that does."""
+        terms = self.controller.terms
+        return terms.deferral_us if terms and terms.policy in DEFERRING else 0
 
     @property
     def is_awake(self) -> bool:

@@ -21,9 +21,16 @@ from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook
 from windrow_sidecar.engines.harvest.link import Profile
-from windrow_sidecar.engines.hook import FailClosed, StepInput, least_slack_us, wait_for_turn
+from windrow_sidecar.engines.hook import (
+    FailClosed,
+    StepInput,
+    first_due_ns,
+    least_slack_us,
+    wait_for_turn,
+)
 from windrow_sidecar.engines.profile import Subject, document
 from windrow_sidecar.engines.sglang.learning import FullShareEstimate, SoloLearner, StepTokens
+from windrow_sidecar.engines.sglang.queues import own_deferral_us, waiting_requests
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.view import Grant
 
@@ -244,12 +251,13 @@ class SchedulerHarvest:
                 start_ns=start_ns,
                 batch=0,
                 context_tokens=0,
-                waiting=_waiting(scheduler),
+                waiting=len(waiting_requests(scheduler)),
                 admitted_tokens=tokens,
                 slack_us=0,
                 prefill_tokens=tokens,
                 prompts_left=left,
                 first_token_waited_us=waited_us,
+                due_ns=self._due_ns(scheduler),
             )
         if self._parts.speculates:
             # The batch's own lengths are those before drafts were accepted, or are not there yet.
@@ -267,13 +275,14 @@ class SchedulerHarvest:
             start_ns=start_ns,
             batch=len(lengths),
             context_tokens=sum(lengths),
-            waiting=_waiting(scheduler),
+            waiting=len(waiting_requests(scheduler)),
             admitted_tokens=admitted,
             slack_us=least_slack_us(
                 self._begun(batch.reqs), start_ns, self._parts.hook.request_objective_us
             ),
             prompts_left=left,
             first_token_waited_us=waited_us,
+            due_ns=self._due_ns(scheduler),
             tokens=self._tokens.mean,
         )
 
@@ -304,6 +313,19 @@ class SchedulerHarvest:
             lacking += fresh
         arrivals = [arrived for request in lacking if (arrived := _arrived_ns(request))]
         return tokens if lacking else 0, max(0, now_ns - min(arrivals, default=now_ns)) // 1000
+
+    def _due_ns(self, scheduler: Any) -> int:  # noqa: ANN401
+        """Return when the first waiting request is due by its own bound; 0 where none has one."""
+        deferral_us = self._parts.hook.deferral_us
+        if not deferral_us:
+            return 0
+        return first_due_ns(
+            (
+                (_arrived_ns(request), own_deferral_us(request))
+                for request in waiting_requests(scheduler)
+            ),
+            deferral_us,
+        )
 
     def _begun(self, requests: Iterable[Any]) -> Iterator[tuple[int, int]]:
         """Yield when the first token of each request was delivered, and how many have been since.
@@ -488,15 +510,6 @@ def _arrived_ns(request: Any) -> int:  # noqa: ANN401
     times = getattr(request, "time_stats", None)
     seconds = getattr(times, "decode_prealloc_queue_entry_time", 0.0)
     return int((seconds or getattr(times, "wait_queue_entry_time", 0.0)) * 1e9)
-
-
-def _waiting(scheduler: Any) -> int:  # noqa: ANN401
-    """Requests that find no KV. Those whose KV is on its way have theirs."""
-    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
-    if queue is None:
-        return len(scheduler.waiting_queue)
-    arrived = sum(1 for entry in queue.queue if entry.waiting_for_input)
-    return len(queue.retracted_queue) + arrived
 
 
 def _requests(scheduler: Any) -> int:  # noqa: ANN401

@@ -40,6 +40,8 @@ class CompletionBody(BaseModel):
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
     bootstrap_room: int | None = None
+    # How long a policy that defers may hold this request back before it is admitted.
+    deferral_ms: float | None = Field(None, ge=1.0, le=60_000.0)
     # Accepted with the one value that changes nothing, since clients send them by habit.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None

@@ -139,6 +139,7 @@ class Front:
             seed=secrets.randbits(62) if body.seed is None else body.seed,
             stop_token_ids=frozenset(ends),
             kv_arrives=body.kv_arrives,
+            deferral_us=round(1000 * (body.deferral_ms or 0)),
             arrived_ns=time.monotonic_ns(),
         )
         try:

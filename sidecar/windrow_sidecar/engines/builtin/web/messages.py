@@ -19,6 +19,7 @@ class Submit:
     stop_token_ids: frozenset[int]
     kv_arrives: bool  # the prompt's KV comes from a prefill instance
     arrived_ns: int
+    deferral_us: int = 0  # how long a policy may hold it back; 0: as long as the policy says
 
 
 @dataclass(frozen=True, slots=True)
