@@ -28,6 +28,8 @@ DESCRIPTIONS = {
     "HarvestSlot": "One harvested device, as the operator sees it. Written by the operator.",
     "LatencyProfile": "How fast a kind of device decodes a model. Written by the operator.",
 }
+# Those of `kubectl get -o wide`.
+WIDE = {("FinetuneJob", "Queue")}
 COLUMNS: dict[str, list[tuple[str, str, str, str]]] = {
     "FinetuneJob": [
         ("Model", "string", ".spec.model.name", ""),
@@ -37,6 +39,12 @@ COLUMNS: dict[str, list[tuple[str, str, str, str]]] = {
         ("Tokens/s", "string", ".status.tokensPerSecond", "Real tokens, pauses included."),
         ("ETA", "string", ".status.eta", ""),
         ("Slot", "string", ".status.slot", ""),
+        (
+            "Queue",
+            "string",
+            r".metadata.labels.kueue\.x-k8s\.io/queue-name",
+            "LocalQueue of Kueue.",
+        ),
         AGE,
     ],
     "HarvestPolicy": [
@@ -182,6 +190,7 @@ def definition(kind: crd.Kind) -> Schema:
         "additionalPrinterColumns": [
             {"name": name, "type": type_, "jsonPath": path}
             | ({"description": description} if description else {})
+            | ({"priority": 1} if (kind.kind, name) in WIDE else {})
             for name, type_, path, description in COLUMNS[kind.kind]
         ],
     }

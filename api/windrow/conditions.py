@@ -22,6 +22,7 @@ class ConditionType(StrEnum):
     """Types of conditions."""
 
     ACCEPTED = "Accepted"
+    ADMITTED = "Admitted"
     PLACED = "Placed"
     RUNNING = "Running"
     SUSPENDED = "Suspended"
@@ -46,6 +47,11 @@ class Reason(StrEnum):
     INVALID_SPEC = "InvalidSpec"
     DESTINATION_IN_USE = "DestinationInUse"
     PRIORITY_CLASS_NOT_FOUND = "PriorityClassNotFound"
+    # Admitted: what Kueue says of a job with a queue
+    ADMITTED = "Admitted"
+    QUEUED = "Queued"
+    QUEUE_EVICTED = "QueueEvicted"
+    QUEUE_UNAVAILABLE = "QueueUnavailable"
     # Placed
     PLACED = "Placed"
     NO_SLOT = "NoSlot"
@@ -183,6 +189,28 @@ LIFECYCLE: Final = (
         R.PRIORITY_CLASS_NOT_FOUND,
         "There is no PriorityClass of the name in `spec.priorityClassName`.",
     ),
+    ConditionRow(
+        T.ADMITTED,
+        "True",
+        R.ADMITTED,
+        "Kueue has admitted the job's Workload; the message names the ClusterQueue.",
+    ),
+    ConditionRow(
+        T.ADMITTED, "False", R.QUEUED, "The job waits in its LocalQueue; the message is Kueue's."
+    ),
+    ConditionRow(
+        T.ADMITTED,
+        "False",
+        R.QUEUE_EVICTED,
+        "Kueue has taken the job's quota back; the worker writes a checkpoint and stops.",
+    ),
+    ConditionRow(
+        T.ADMITTED,
+        "False",
+        R.QUEUE_UNAVAILABLE,
+        "The job names a queue and cannot have a Workload: Kueue is not installed, the operator "
+        "lacks rights, or Kueue refused it. The message says which, and what to do.",
+    ),
     ConditionRow(T.PLACED, "True", R.PLACED, "A slot is assigned; the message says why this one."),
     ConditionRow(
         T.PLACED,
@@ -217,6 +245,16 @@ LIFECYCLE: Final = (
         "The slot's policy no longer admits the job (its mode, hours, seconds a day, namespaces): "
         "it has written a checkpoint and waits; the message says why.",
     ),
+    ConditionRow(T.PLACED, "False", R.QUEUED, "The job waits for admission by Kueue."),
+    ConditionRow(
+        T.PLACED,
+        "False",
+        R.QUEUE_EVICTED,
+        "Kueue has taken the job's quota back: it has written a checkpoint and waits.",
+    ),
+    ConditionRow(
+        T.PLACED, "False", R.QUEUE_UNAVAILABLE, "The job's queue is not there; see Admitted."
+    ),
     ConditionRow(T.PLACED, "False", R.SUSPENDED, "`spec.suspend` is true."),
     ConditionRow(T.PLACED, "False", R.FINISHED, "The job has ended and has given its slot back."),
     ConditionRow(T.RUNNING, "True", R.STARTED, "The worker has loaded the job."),
@@ -242,6 +280,7 @@ LIFECYCLE: Final = (
     ),
     ConditionRow(T.EVICTED, "True", R.POLICY_CHANGED, "A policy no longer admitted the job there."),
     ConditionRow(T.EVICTED, "True", R.PREEMPTED, "A job of higher priority was to have the slot."),
+    ConditionRow(T.EVICTED, "True", R.QUEUE_EVICTED, "Kueue took the job's quota back."),
     ConditionRow(T.EVICTED, "True", R.SUSPENDED, "`spec.suspend` was set."),
     ConditionRow(T.EVICTED, "True", R.BACK_OFF, "The worker failed; tried again at `retryAt`."),
     ConditionRow(T.EVICTED, "True", R.REJECTED, "The sidecar did not take the job."),
@@ -264,6 +303,7 @@ LIFECYCLE: Final = (
             R.SLOT_LOST,
             R.POLICY_CHANGED,
             R.PREEMPTED,
+            R.QUEUE_EVICTED,
             R.DECODE_BUSY,
             R.BACK_OFF,
             R.REJECTED,
@@ -524,6 +564,7 @@ RETRIED: Final = (
 
 STATES: Final = (
     "Pending",
+    "Queued",
     "Invalid",
     "Placed",
     "Running",
@@ -609,6 +650,9 @@ def state_of(conditions: Iterable[Mapping[str, Any]] | None) -> str:
         return "Silent"
     if is_true(held, T.SUSPENDED):
         return "Suspended"
+    placed = get_condition(held, T.PLACED)
+    if placed is not None and placed["reason"] in (R.QUEUED, R.QUEUE_EVICTED):
+        return "Queued"
     return "Placed" if is_true(held, T.PLACED) else "Pending"
 
 

@@ -86,6 +86,7 @@ class JobView:
 _EXPLAINED_BY = {
     "Invalid": "Accepted",
     "Pending": "Placed",
+    "Queued": "Placed",
     "Stopping": "Running",
     "Silent": "Running",
 }

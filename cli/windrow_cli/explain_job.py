@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 # What a user can do about a state, where something can be done.
 _ADVICE: Mapping[str, str] = {
     "NoSlot": "It is placed as soon as a slot can take it. Slots: windrow top.",
+    "Queued": "Kueue admits it as its queue allows: kubectl get workloads.",
+    "QueueUnavailable": "Install Kueue, give the operator its rights (kueue.enabled), or remove "
+    "the label kueue.x-k8s.io/queue-name.",
     "InvalidSpec": "Fix the spec in a new job.",
     "DestinationInUse": "Name another output.destination in a new job, or wait.",
     "PriorityClassNotFound": "Create the PriorityClass; the job then goes on.",

@@ -17,6 +17,7 @@ from windrow.proto import attach_pb2 as pb
 from windrow_operator import policies, tenancy
 from windrow_operator.health import SlotHealth
 from windrow_operator.injection import volume_name
+from windrow_operator.job_index import queue_of
 from windrow_operator.model import (
     ALIVE,
     STALE_AFTER,
@@ -26,6 +27,7 @@ from windrow_operator.model import (
     Job,
     JobPlacement,
     Pod,
+    QueueAdmission,
     RunState,
     Slot,
     key_of,
@@ -73,6 +75,7 @@ class ClusterState(WatchedObjects):
         self.preempted: dict[str, str] = {}  # UID of a job: key of the one that is to have its slot
         # UID of a job: the placement that is to end for a better slot, and why.
         self.moving: dict[str, tuple[int, str]] = {}
+        self.admissions: dict[str, QueueAdmission] = {}  # by job UID
         self.slots: dict[str, LiveSlot] = {}  # by key
         self.runs: dict[str, JobPlacement] = {}  # newest by job UID
         self.health = SlotHealth()
@@ -87,6 +90,7 @@ class ClusterState(WatchedObjects):
         self.runs.clear()
         self.preempted.clear()
         self.moving.clear()
+        self.admissions.clear()
         self.usage.clear()
         self.health = SlotHealth()
         self._slot_views.clear()
@@ -100,6 +104,7 @@ class ClusterState(WatchedObjects):
         self.runs.pop(uid, None)
         self._job_views.pop(uid, None)
         self.moving.pop(uid, None)
+        self.admissions.pop(uid, None)
 
     # --- views for decisions ----------------------------------------------------------------------
 
@@ -257,6 +262,7 @@ class ClusterState(WatchedObjects):
             priority_class in self.patient,
             self.preempted.get(uid, ""),
             self.moving.get(uid),
+            self.admissions.get(uid),
             owner,
         )
         known = self._job_views.get(uid)
@@ -293,6 +299,8 @@ class ClusterState(WatchedObjects):
             moves=moves if epoch == int(status.get("epoch") or 0) else "",
             priority_class_missing="" if priority_class in self.priorities else priority_class,
             namespace_labels=self.namespaces.get(metadata["namespace"], {}),
+            queue=queue_of(body),
+            admission=self.admissions.get(uid),
             destination_owner=self._named(owner, body, spec) if owner != uid and spec else "",
         )
 
@@ -321,6 +329,16 @@ class ClusterState(WatchedObjects):
         """Return the known slots of a pod."""
         found = (self.slots[key] for key in self._slots_of_pod.get(pod_uid, ()))
         return [live for live in found if live.pod_uid == pod_uid]
+
+    def put_admission(self, uid: str, admission: QueueAdmission | None) -> bool:
+        """Keep what Kueue says of a job; return whether that is news."""
+        if self.admissions.get(uid) == admission:
+            return False
+        self.admissions.pop(uid, None)
+        if admission is not None:
+            self.admissions[uid] = admission
+        self.changed_jobs.mark(uid)
+        return True
 
     def put_run(self, run: JobPlacement) -> None:
         """Keep what is known of a placement."""

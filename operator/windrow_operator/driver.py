@@ -120,6 +120,11 @@ class Driver:
         cluster.changed_jobs.mark_all(cluster.jobs)
         cluster.changed_slots.mark_all([*cluster.index.held, *cluster.slots])
 
+    @property
+    def slots(self) -> SlotTable:
+        """The slots that decisions look at; to be read alone."""
+        return self._slots
+
     def connect(self, attach: AttachServer) -> None:
         """Say through whom sidecars are reached."""
         self._sidecars.connect(attach)
@@ -256,7 +261,8 @@ class Driver:
         if not before and not self._cluster.index.with_priority:
             return
         waiting = self._cluster.job_views(self._cluster.index.waiting)
-        urgent = [job for job in waiting if job.may_preempt]
+        # One that Kueue has not admitted takes nobody's slot.
+        urgent = [job for job in waiting if job.may_preempt and not job.is_queued]
         held = (uid for uids in self._cluster.index.held.values() for uid in uids)
         placed = self._cluster.job_views(held)
         wanted = {job.key for job in waiting}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windrow.conditions import get_condition, is_finished, is_true
-from windrow.crd import FINALIZER_ADAPTER, FinetuneJobSpec, parse_job_spec
+from windrow.crd import FINALIZER_ADAPTER, LABEL_QUEUE, FinetuneJobSpec, parse_job_spec
 from windrow.crd.finetunejob import MANAGED_BY_US
 from windrow.errors import UserError
 from windrow_operator import policies
@@ -34,6 +34,7 @@ class JobIndex:
     def __init__(self) -> None:
         self.waiting: dict[str, None] = {}  # UIDs of jobs that wait for a slot
         self.with_priority: dict[str, None] = {}  # of those: that name a PriorityClass
+        self.queued: dict[str, None] = {}  # that name a queue of Kueue
         self.with_adapters: dict[str, None] = {}  # that ask for adapters in serving pods
         self.held: dict[str, dict[str, None]] = {}  # UIDs by the slot of their status
         # By each place that a destination may be (`policies.places_of`): UIDs of unfinished jobs.
@@ -91,6 +92,8 @@ class JobIndex:
             self.waiting[uid] = None
             if spec is not None and spec.priority_class_name:
                 self.with_priority[uid] = None
+        if queue_of(body):
+            self.queued[uid] = None
         if _has_adapter(spec, body):
             self.with_adapters[uid] = None
         self._entries[uid] = _Entry(slot, places, namespace)
@@ -107,6 +110,7 @@ class JobIndex:
             touched |= self._claims.get(place, {}).keys()
         self.waiting.pop(uid, None)
         self.with_priority.pop(uid, None)
+        self.queued.pop(uid, None)
         self.with_adapters.pop(uid, None)
         if not keep_spec:
             self._specs.pop(uid, None)
@@ -143,6 +147,11 @@ def _asks(spec: FinetuneJobSpec | None, body: Body) -> bool:
     if spec is None or spec.suspend or body["metadata"].get("deletionTimestamp"):
         return False
     return spec.managed_by in (None, MANAGED_BY_US)
+
+
+def queue_of(body: Body) -> str:
+    """Return the LocalQueue of Kueue that a job's label names; empty: none."""
+    return str((body["metadata"].get("labels") or {}).get(LABEL_QUEUE) or "")
 
 
 def _has_adapter(spec: FinetuneJobSpec | None, body: Body) -> bool:

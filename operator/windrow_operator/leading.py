@@ -24,6 +24,7 @@ from windrow_operator.metrics import Metrics
 from windrow_operator.model import Pod
 from windrow_operator.off_switch import why_off
 from windrow_operator.profiles import Profiles
+from windrow_operator.queues import Queues
 from windrow_operator.reconcile import Timeouts
 from windrow_operator.slots import LOOK_SECONDS, SlotWriter
 from windrow_operator.webhook import WebhookRegistration
@@ -81,6 +82,11 @@ class Leading:
         self._driver.connect(attach)
         self._driver.prepare_pods(registration, template)
         self._slots = SlotWriter(cluster, kube, namespaces)
+        self._queues = Queues(
+            *(cluster, kube, self._driver.slots, clock),
+            on_news=self.on_news,
+            namespaces=namespaces,
+        )
         self._deployments = Deployments(cluster, kube, recorder, clock, attach.sessions.get)
         self._profiles = Profiles(kube, namespaces)
         self._reports: asyncio.Queue[tuple[Pod, pb.ProfileReport]] = asyncio.Queue()
@@ -110,6 +116,7 @@ class Leading:
                 tasks.create_task(self._keep_profiles(), name="profiles")
                 tasks.create_task(self._keep_registered(), name="registration")
                 tasks.create_task(self._deployments.run(), name="deployments")
+                tasks.create_task(self._queues.run(), name="queues")
                 tasks.create_task(self._watch_switch(), name="switch")
         finally:
             self._attach.close()

@@ -89,7 +89,7 @@ class Metrics:
         was, is_now = is_true(before, T.PLACED), is_true(after.get("conditions"), T.PLACED)
         if is_now and not was:
             self._placements.labels(job.namespace).inc()
-            waited = (now - _waits_since(job)).total_seconds()
+            waited = (now - _waits_since(job, after.get("conditions"))).total_seconds()
             self._time_to_place.labels(job.namespace).observe(max(0.0, waited))
         elif was and not is_now:
             placed = get_condition(after.get("conditions"), T.PLACED) or {}
@@ -206,12 +206,19 @@ def state_word(body: Mapping[str, Any]) -> str:
     return str((body.get("status") or {}).get("state") or "Pending")
 
 
-def _waits_since(job: Job) -> datetime:
-    """Return when a job began to wait: it was made, lost its slot, or was no longer suspended."""
+def _waits_since(job: Job, after: Iterable[Mapping[str, Any]] | None = None) -> datetime:
+    """Return when a job began to wait: it was made, lost its slot, or was no longer suspended.
+
+    A job with a queue waits for a slot since Kueue admitted it, as the conditions `after` say.
+    """
     conditions = job.status.get("conditions")
     turns = [get_condition(conditions, kind) for kind in (T.PLACED, T.SUSPENDED)]
     since = [datetime.fromisoformat(turn["lastTransitionTime"]) for turn in turns if turn]
-    return max([job.created, *since]) if job.epoch else job.created
+    began = max([job.created, *since]) if job.epoch else job.created
+    admitted = get_condition(after, T.ADMITTED)
+    if admitted is None:
+        return began
+    return max(began, datetime.fromisoformat(admitted["lastTransitionTime"]))
 
 
 def _slot_labels(key: str, view: Slot) -> tuple[str, str, str]:

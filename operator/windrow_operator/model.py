@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any, Final
 
+from windrow.conditions import Reason
 from windrow.crd import FinetuneJobSpec, HarvestPolicySpec
 from windrow.crd.finetunejob import MANAGED_BY_US
 
@@ -305,6 +306,23 @@ class UnreadableSecret:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueAdmission:
+    """Admission of a job with a queue, as the operator last read it from its Workload.
+
+    Attributes:
+        admitted: whether Kueue lets the job run.
+        reserved: whether it has quota; admission checks may still be pending.
+        reason: of the job's condition Admitted.
+        message: in Kueue's words where it has said anything.
+    """
+
+    admitted: bool
+    reserved: bool
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A FinetuneJob, checked."""
 
@@ -329,6 +347,8 @@ class Job:
     namespace_labels: Mapping[str, str] = field(default_factory=dict)
     destination_owner: str = ""  # an older job that writes to the same place, in words
     unreadable: UnreadableSecret | None = None  # a Secret of its, when it was last read
+    queue: str = ""  # LocalQueue of Kueue that its label names
+    admission: QueueAdmission | None = None  # there; None: not known yet
 
     @property
     def key(self) -> str:
@@ -339,6 +359,16 @@ class Job:
     def is_ours(self) -> bool:
         """Return whether no other controller looks after the job."""
         return self.spec is None or self.spec.managed_by in (None, MANAGED_BY_US)
+
+    @property
+    def is_queued(self) -> bool:
+        """Return whether the job names a queue and is not known to be admitted."""
+        return bool(self.queue) and not (self.admission and self.admission.admitted)
+
+    @property
+    def lost_admission(self) -> bool:
+        """Return whether the job names a queue that is known not to admit it."""
+        return self.is_queued and self.admission is not None
 
     @property
     def epoch(self) -> int:

@@ -82,6 +82,16 @@ RIGHTS: tuple[Right, ...] = (
 )
 
 
+# Asked for where a job names a queue of Kueue; the chart gives them with kueue.enabled.
+QUEUE_RIGHTS: tuple[Right, ...] = (
+    Right(("list", "create", "delete"), "workloads", "kueue.x-k8s.io"),
+    Right(("patch",), "workloads/status", "kueue.x-k8s.io"),
+    Right(("list",), "admissionchecks", "kueue.x-k8s.io", cluster=True),
+    Right(("patch",), "admissionchecks/status", "kueue.x-k8s.io", cluster=True),
+    Right(("get",), "workloadpriorityclasses", "kueue.x-k8s.io", cluster=True),
+)
+
+
 async def check(kube: Kube, own_namespace: str, namespaces: tuple[str, ...] = ()) -> None:
     """Return if the operator can work.
 

@@ -111,7 +111,15 @@ def reconcile(
         return _give_up(job, run, Reason.DEADLINE_EXCEEDED, _deadline_words(job), now, abort=True)
     run = _with_served_models(job, run, slots)
     step = _placed(job, run, slots, now, timeouts) if job.slot else _unplaced(job, slots, now)
+    step = _with_admission(job, step, now)
     return _wake_by(_held(job, step), _deadline(job))
+
+
+def _with_admission(job: Job, step: Actions, now: datetime) -> Actions:
+    """Have the status say whether Kueue admits the job."""
+    before = job.status if step.status is None else step.status
+    after = status.with_admission(job, before, now)
+    return step if after == dict(before) else replace(step, status=after)
 
 
 def _held(job: Job, step: Actions) -> Actions:
@@ -187,6 +195,8 @@ def _unplaced(job: Job, slots: Mapping[str, Slot], now: datetime) -> Actions:
     if job.spec.suspend:
         after = status.suspended(job, None, now)
         return _write_status(job, after, Reason.SUSPENDED, "Suspended as spec.suspend asks")
+    if job.is_queued:
+        return _queued(job, now)
     retry_at = _time(job.status.get("retryAt"))
     if retry_at is not None and now < retry_at:
         return Actions(wake_at=retry_at)
@@ -202,6 +212,16 @@ def _unplaced(job: Job, slots: Mapping[str, Slot], now: datetime) -> Actions:
         commands=(Command("ASSIGN", choice.slot.key, job.epoch + 1),),
         events=(Event(Reason.PLACED, choice.message),),
     )
+
+
+def _queued(job: Job, now: datetime) -> Actions:
+    """Leave a job waiting that Kueue has not admitted."""
+    reason = job.admission.reason if job.admission else Reason.QUEUED
+    message = job.admission.message if job.admission else f"Waits for LocalQueue {job.queue}"
+    if reason == Reason.QUEUE_EVICTED:
+        reason = Reason.QUEUED
+    after = status.waiting(job, reason, message, now)
+    return _write_status(job, after, reason, message, warning=reason == Reason.QUEUE_UNAVAILABLE)
 
 
 def without_secret(job: Job, unreadable: UnreadableSecret, now: datetime) -> Actions:
@@ -321,6 +341,7 @@ def _after(
     if run.stop_asked_at and not pod_gone:
         reason = Reason.DECODE_BUSY if job.moves else Reason.POLICY_CHANGED
         reason = Reason.PREEMPTED if job.preempted_by else reason
+        reason = Reason.QUEUE_EVICTED if job.lost_admission else reason
     return Actions(
         status=status.unplaced(job, run, reason, message, now),
         events=(Event(reason, message),),
@@ -444,6 +465,8 @@ def _stop_reason(job: Job, slot: Slot) -> str:
     # Drained or deleted: what the job has done since its last checkpoint need not be lost.
     if slot.pod_gone:
         return "the pod is ending"
+    if job.lost_admission and job.admission is not None:
+        return f"LocalQueue {job.queue} does not admit it any more: {job.admission.message}"
     if job.preempted_by:
         mine = job.preempted_by.partition("/")[0] == job.namespace
         who = f"job {job.preempted_by}" if mine else "a job of another namespace"

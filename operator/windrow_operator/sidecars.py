@@ -119,7 +119,11 @@ class Sidecars:
         views = self._pod_views(now)
         if not views:
             return
-        waiting = self._cluster.job_views(self._cluster.index.waiting)
+        jobs = self._cluster.job_views(self._cluster.index.waiting)
+        # A job that only waits in a queue needs no sidecar; its admission checks ask for slots.
+        waiting = [
+            job for job in jobs if not job.is_queued or (job.admission and job.admission.reserved)
+        ]
         pods, look_again = agents.wanted(views, waiting, now)
         for pod in pods:
             try:

@@ -60,6 +60,19 @@ def waiting(job: Job, reason: Reason, message: str, now: datetime) -> Body:
     )
 
 
+def with_admission(job: Job, status: Mapping[str, Any], now: datetime) -> Body:
+    """Return `status` with what Kueue says of the job; without, where it names no queue."""
+    held = list(status.get("conditions") or ())
+    if not job.queue:
+        left = [condition for condition in held if condition["type"] != T.ADMITTED]
+        return {**status, "conditions": left} if len(left) < len(held) else dict(status)
+    if job.admission is None:
+        return dict(status)  # what was known before stays until it is read again
+    value: Status = "True" if job.admission.admitted else "False"
+    fact = (T.ADMITTED, value, job.admission.reason, job.admission.message)
+    return _with(job, status, now, fact)
+
+
 def placed(job: Job, slot: str, message: str, now: datetime) -> Body:
     """A slot is assigned under the next epoch. To be written before the sidecar hears of it."""
     before = accepted(job, now)

@@ -249,12 +249,12 @@ class Cluster:
 
     # --- our objects ------------------------------------------------------------------------------
 
-    def apply(self, plural, name, spec):
+    def apply(self, plural, name, spec, labels=None):
         kind = {"finetunejobs": "FinetuneJob", "harvestpolicies": "HarvestPolicy"}[plural]
         body = {
             "apiVersion": "windrow.dev/v1alpha1",
             "kind": kind,
-            "metadata": {"name": name},
+            "metadata": {"name": name, "labels": labels or {}},
             "spec": spec,
         }
         return self.custom.create_namespaced_custom_object(
@@ -272,14 +272,20 @@ class Cluster:
         }
         return self.apply("harvestpolicies", name, {**spec, **changes})
 
-    def job(self, name="tone", **changes):
+    def job(self, name="tone", labels=None, **changes):
         spec = {
             "model": {"name": "/m"},
             "dataset": {"source": "/d/rows.jsonl"},
             "training": {"maxSteps": 100, "learningRate": "2e-4"},
             "output": {"destination": f"/out/{self.namespace}/{name}"},
         }
-        return self.apply("finetunejobs", name, {**spec, **changes})
+        return self.apply("finetunejobs", name, {**spec, **changes}, labels)
+
+    def label_job(self, name="tone", **labels):
+        self.custom.patch_namespaced_custom_object(
+            *("windrow.dev", "v1alpha1", self.namespace, "finetunejobs", name),
+            {"metadata": {"labels": labels}},
+        )
 
     def get(self, plural, name):
         return self.custom.get_namespaced_custom_object(

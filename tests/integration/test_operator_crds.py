@@ -294,7 +294,7 @@ def test_a_job_that_was_never_placed_can_be_changed(api):
 def test_kubectl_prints_the_columns_that_people_look_for(api, kube):
     api.create("finetunejobs", "FinetuneJob", JOB)
     wanted = {
-        "finetunejobs": "Name Model State Step Loss Tokens/s ETA Slot Age",
+        "finetunejobs": "Name Model State Step Loss Tokens/s ETA Slot Queue Age",
         "harvestslots": "Name Ready Node Model Objective TPOT-P99 Decode Finetune Lent Sharing "
         "Harvestable Job Age",
     }

@@ -341,6 +341,7 @@ OTHERS = [
     ("delete", "", "pods", "", ""),
     ("patch", "", "pods", "", ""),
     ("create", "", "pods/exec", "", ""),
+    ("list", "kueue.x-k8s.io", "workloads", "", ""),  # without kueue.enabled
     ("create", "", "pods/eviction", "", ""),
     ("get", "", "secrets", NAMESPACE, "another"),
     ("get", "", "secrets", "default", "windrow-operator-ca"),

@@ -61,6 +61,8 @@ def test_a_reason_that_kubernetes_would_refuse_is_replaced():
         ([], "Pending"),
         ([("Accepted", "False", "InvalidSpec")], "Invalid"),
         ([("Accepted", "True", "Valid"), ("Placed", "False", "NoSlot")], "Pending"),
+        ([("Admitted", "False", "Queued"), ("Placed", "False", "Queued")], "Queued"),
+        ([("Placed", "False", "QueueUnavailable")], "Pending"),
         ([("Placed", "True", "Placed"), ("Running", "False", "Starting")], "Placed"),
         ([("Placed", "True", "Placed"), ("Running", "True", "Started")], "Running"),
         ([("Placed", "True", "Placed"), ("Running", "True", "Stopping")], "Stopping"),
@@ -84,6 +86,7 @@ def test_a_job_is_finished_when_it_succeeded_or_failed():
 def test_the_lifecycle_covers_its_types_and_repeats_no_row():
     assert {row.type for row in LIFECYCLE} == {
         ConditionType.ACCEPTED,
+        ConditionType.ADMITTED,
         ConditionType.PLACED,
         ConditionType.RUNNING,
         ConditionType.SUSPENDED,

@@ -9,7 +9,7 @@ from windrow.crd.harvestpolicy import SidecarSpec
 from windrow.errors import UserError
 from windrow_operator import prerequisites
 from windrow_operator.injection import SidecarTemplate, attached_sidecar
-from windrow_operator.prerequisites import RIGHTS
+from windrow_operator.prerequisites import QUEUE_RIGHTS, RIGHTS
 
 
 def allows(rule, right, verb):
@@ -25,7 +25,7 @@ def test_every_right_that_is_asked_for_is_in_the_charts_roles():
     roles = {False: rules_of("ClusterRole"), True: rules_of("Role")}
     missing = [
         f"{verb} {right.resource}"
-        for right in RIGHTS
+        for right in (*RIGHTS, *QUEUE_RIGHTS)
         for verb in right.verbs
         if not any(allows(rule, right, verb) for rule in roles[right.own])
     ]

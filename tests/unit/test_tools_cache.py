@@ -14,6 +14,7 @@ from windrow_lab.machine.tools import (
     ENV_ASSETS,
     ETCD_VERSION,
     KUBERNETES_VERSION,
+    KUEUE,
     MANIFEST,
     NAMES,
     NODE,
@@ -171,3 +172,9 @@ def test_the_object_stores_module_holds_the_version_that_its_cache_is_named_afte
     module = (resource_directory("objectstore") / "versitygw" / "go.mod").read_text()
     named = cache_directory({"HOME": "/h"}, OBJECT_STORE).name
     assert f"require github.com/versity/versitygw {named}\n" in module
+
+
+def test_kueues_module_holds_the_version_that_its_cache_is_named_after():
+    module = (resource_directory("kueue") / "kueue" / "go.mod").read_text()
+    named = cache_directory({"HOME": "/h"}, KUEUE).name
+    assert f"require sigs.k8s.io/kueue {named}\n" in module

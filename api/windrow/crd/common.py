@@ -27,6 +27,11 @@ FINALIZER: Final = f"{GROUP}/cleanup"
 # Of a job whose adapter is loaded, or about to be, in serving pods.
 FINALIZER_ADAPTER: Final = f"{GROUP}/adapter"
 SIDECAR_CONTAINER: Final = "windrow"
+# Kueue's labels on a job: its LocalQueue, and a WorkloadPriorityClass.
+LABEL_QUEUE: Final = "kueue.x-k8s.io/queue-name"
+LABEL_QUEUE_PRIORITY: Final = "kueue.x-k8s.io/priority-class"
+# Resource that quotas of Kueue count: one for each job that may have a slot.
+HARVEST_SLOTS: Final = f"{GROUP}/harvest-slots"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Builds the executables of a control plane, a node or an object store once, into the cache."""
+"""Builds the executables of a control plane, a node and what tests need, once, into the cache."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from windrow_lab.machine.toolchain import BY_HAND, Go, fetch_go, find_go
 from windrow_lab.machine.tools import (
     CONTROL_PLANE,
     KUBERNETES_VERSION,
+    KUEUE,
     NODE,
     OBJECT_STORE,
     Tools,
@@ -83,6 +84,8 @@ def modules(kit: str = CONTROL_PLANE) -> tuple[Module, ...]:
         return Module("etcd", (".",)), kubernetes("kube-apiserver", "kube-controller-manager")
     if kit == OBJECT_STORE:
         return (Module("versitygw", ("github.com/versity/versitygw/cmd/versitygw",)),)
+    if kit == KUEUE:
+        return (Module("kueue", ("sigs.k8s.io/kueue/cmd/kueue",)),)
     assert kit == NODE, kit
     containerd = tuple(
         f"github.com/containerd/containerd/v2/cmd/{program}"

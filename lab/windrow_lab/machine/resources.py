@@ -22,6 +22,7 @@ _IN_CHECKOUT = {
     "controlplane": "tools/controlplane",
     "node": "tools/node",
     "objectstore": "tools/objectstore",  # for tests: not in a wheel
+    "kueue": "tools/kueue",  # likewise
 }
 
 

@@ -22,15 +22,17 @@ CONTAINERD_VERSION = "v2.4.2"
 COREDNS_VERSION = "v1.13.1"
 HELM_VERSION = "v4.2.4"
 VERSITYGW_VERSION = "v1.8.0"
+KUEUE_VERSION = "v0.17.0"
 MANIFEST = "manifest.json"
 
 # What is built together, by name: the versions that its folder is named after.
-CONTROL_PLANE, NODE, OBJECT_STORE = "controlplane", "node", "objectstore"
+CONTROL_PLANE, NODE, OBJECT_STORE, KUEUE = "controlplane", "node", "objectstore", "kueue"
 _VERSIONS = {
     CONTROL_PLANE: f"{KUBERNETES_VERSION}-etcd-{ETCD_VERSION}",
     NODE: f"{KUBERNETES_VERSION}-containerd-{CONTAINERD_VERSION}-coredns-{COREDNS_VERSION}"
     f"-helm-{HELM_VERSION}",
     OBJECT_STORE: VERSITYGW_VERSION,
+    KUEUE: KUEUE_VERSION,
 }
 
 
