@@ -69,7 +69,7 @@ Grant Decider::decide(const View& view, const Offer& offer, std::int64_t now_ns,
                       std::int64_t chunks, const PromptQueue& prompts, std::int64_t due_ns) {
   due_ns_ = due_ns;
   Grant grant = wish(view, offer, now_ns, present, prompts);
-  hand_over(grant, offer, present, terms_.first_token_us != 0 && prompts.left_tokens != 0);
+  hand_over(grant, offer, present, prompts_first(prompts));
   const bool settled = decode_units_ == grant.decode_units;
   const bool runs = grant.action != kPause && view.batch > 0 && settled;
   const bool in_part = runs && is_for_one_step(grant);
@@ -204,6 +204,10 @@ Grant Decider::wish(const View& view, const Offer& offer, std::int64_t now_ns, b
     would_units_ = 0;
     return paused(why != Why::kRuns ? why : Why::kObjective);
   }
+  if (terms_.first_token_us == 0 && prompts_first(prompts)) {
+    would_units_ = 0;
+    return paused(Why::kPrompts);
+  }
   PolicyContext ctx = context(margin_shown_, beside_us_, solo_us_);
   ctx.allowed = allowed_beside(prompts);
   if (ctx.allowed == 1 && terms_.allowed > 1) {
@@ -244,6 +248,13 @@ Grant Decider::wish(const View& view, const Offer& offer, std::int64_t now_ns, b
 // The latest time until which requests are held back: by the policy's bound, or by their own.
 std::int64_t Decider::held_until_ns(std::int64_t begun_ns) const {
   return std::max(begun_ns + terms_.deferral_us * 1000, due_ns_);
+}
+
+// Whether a prompt goes before the worker: with an objective for first tokens every one that waits,
+// since the worker gets what leaves that time; without one the prompt that this pass computes,
+// which then has the device to itself. Source of that: LLMStation, Alg. 1 (prefill alone).
+bool Decider::prompts_first(const PromptQueue& prompts) const {
+  return terms_.first_token_us != 0 ? prompts.left_tokens != 0 : prompts.computing;
 }
 
 // As many splits as leave every waiting prompt its first token in time: the one that arrived first

@@ -286,7 +286,9 @@ void HarvestStep::decide(std::int64_t now_ns, const StepFacts* facts) {
   const std::int64_t may_hold = lender_.plan(now_ns, chunks, offer, terms_, kv_short, counters_);
   PromptQueue prompts;
   if (facts != nullptr) {
-    prompts = {.left_tokens = facts->prompts_left, .waited_us = facts->first_token_waited_us};
+    prompts = {.left_tokens = facts->prompts_left,
+               .waited_us = facts->first_token_waited_us,
+               .computing = facts->prefill_tokens > 0};
   }
   const std::int64_t due_ns = facts != nullptr && facts->waiting != 0 ? facts->due_ns : 0;
   const Grant grant = decider_.decide(view_, offer, now_ns, present_, may_hold, prompts, due_ns);

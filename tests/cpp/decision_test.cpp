@@ -198,6 +198,30 @@ TEST(Decider, APromptLeavesTheWorkerWhatTheFirstTokenHasTimeFor) {
   EXPECT_GT(pod.decide({}).finetune_units, 0);
 }
 
+TEST(Decider, WithoutAnObjectiveForFirstTokensAPassOverAPromptHasTheDeviceToItself) {
+  for (const char* policy : {"windrow", "static", "temporal"}) {
+    Decider slot = decider();
+    slot.set_terms({.policy = policy_of(policy).decide,
+                    .objective_us = 60'000'000,
+                    .deferral_us = 400'000,
+                    .allowed = 4,
+                    .idle_units = kUnits});
+    std::int64_t now_ns = kSecondNs;
+    const auto decide = [&](const PromptQueue& prompts) {
+      now_ns += 4'000'000;
+      return slot.decide({.batch = 1, .context_tokens = 100, .objective_us = 60'000'000},
+                         {.job_epoch = 1}, now_ns, true, 0, prompts);
+    };
+    const Grant before = decide({});
+    const Grant computing = decide({.computing = true});
+    EXPECT_EQ(computing.action, kPause) << policy;
+    EXPECT_EQ(slot.why(), Why::kPrompts) << policy;
+    EXPECT_EQ(computing.decode_units, kUnits) << policy;
+    EXPECT_EQ(computing.gap_until_ns, 0) << policy;
+    EXPECT_EQ(decide({}).finetune_units, before.finetune_units) << policy;
+  }
+}
+
 TEST(Decider, DecodeTakesItsUnitsAtOnceForAPromptAndElseWaitsForTheWorker) {
   Decider::Device device{.units = kUnits,
                          .splits = {{0, kUnits}, {6, 2}},

@@ -260,9 +260,9 @@ def test_a_time_to_first_token_is_kept_where_decode_computes_prompts(partition):
     _, kept = simulate(build(replace(load, ttft_ms=400.0)))
     assert alone.ttft_p99_ms < 200
     assert kept.ttft_p99_ms < 1.2 * 400
-    assert kept.ttft_p99_ms <= beside.ttft_p99_ms
-    # Prompts that are computed in time let batches end sooner: that costs no harvest.
-    assert kept.eta > 0.9 * beside.eta
+    # Without an objective the worker pauses for each prompt; with one only as far as it asks.
+    assert beside.ttft_p99_ms < 1.05 * alone.ttft_p99_ms
+    assert kept.eta > beside.eta > 0.8 * kept.eta
     assert kept.over < 0.01
 
 

@@ -158,7 +158,8 @@ class ObjectiveSpec(Record):
         default=None,
         description="Time to first token that must be kept where an instance computes prompts "
         "itself, like 500ms. 1ms to 10m. While a prompt waits, the worker gets as much as leaves "
-        "this time. Left out: no prompt holds the worker back.",
+        "this time. Left out: the worker pauses while a pass computes a prompt, and prompts that "
+        "only wait do not hold it back.",
     )
     deferral_bound: Duration | None = Field(
         default=None,

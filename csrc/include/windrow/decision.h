@@ -108,6 +108,7 @@ class Decider {
   [[nodiscard]] Grant wish(const View& view, const Offer& offer, std::int64_t now_ns, bool present,
                            const PromptQueue& prompts);
   [[nodiscard]] std::int64_t held_until_ns(std::int64_t begun_ns) const;
+  [[nodiscard]] bool prompts_first(const PromptQueue& prompts) const;
   [[nodiscard]] std::size_t allowed_beside(const PromptQueue& prompts) const;
   [[nodiscard]] Grant guarded(const Grant& wish, const View& view, const PolicyContext& ctx,
                               std::int64_t now_ns);

@@ -10,6 +10,7 @@ namespace windrow {
 struct PromptQueue {
   std::int64_t left_tokens = 0;  // still to be computed, those of this pass included; 0: no prompt
   std::int64_t waited_us = 0;    // since the oldest of those requests arrived
+  bool computing = false;        // this pass computes a prompt, of whichever request
 };
 
 // How long prompts take under each split of a device, and how much room to leave.
