@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from windrow.errors import UserError, WindrowError
 from windrow_sidecar.finetune.colocated import loading as loading_module
 from windrow_sidecar.finetune.colocated.loading import Loading
 from windrow_sidecar.finetune.colocated.standby import JobOrder
+from windrow_sidecar.finetune.data import rendering
 from windrow_sidecar.finetune.data.readers import Readers, RowsWanted
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.data.split import DataSplit
@@ -36,6 +38,7 @@ from windrow_sidecar.finetune.training.health import StallWatch
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "models" / "windrow-tiny")
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 ROWS = str(ROOT / "examples" / "support-tone" / "train.jsonl")
 
 
@@ -178,6 +181,19 @@ def scenes(folder: Path, readers: Readers) -> dict[str, Callable[[], object]]:
                 said.append([event.kind, event.detail, ending.name, there])
         return said
 
+    def c_code() -> object:
+        """Templates and rows whose computing is one call that no exception ends."""
+        said, row = [], folder / "row.jsonl"
+        row.write_text(Path(ROWS).read_text().partition("\n")[0])
+        for name, template in (("power", "{{ 7 ** (10 ** 8) }}"), ("loop", LOOP)):
+            model = folder / name
+            shutil.copytree(MODEL, model)
+            (model / "chat_template.jinja").write_text(template)
+            said.append(error_of(lambda m=model: elsewhere(replace(wanted(row), tokenizer=str(m)))))
+        # The next ones are read.
+        said.append(error_of(lambda: elsewhere(wanted(ROWS))))
+        return said
+
     def held() -> object:
         pace, job_state = Granting(), JobState(stall=StallWatch(after_s=60.0))
         file, order = job("held"), JobOrder("held", 1)
@@ -220,6 +236,7 @@ def scenes(folder: Path, readers: Readers) -> dict[str, Callable[[], object]]:
             error_of(lambda read=read: read(wanted(wrong, format="text")))
             for read in (elsewhere, here)
         ],
+        "c code": c_code,
         "ended": ended,
         "stalled": stalled,
         "forgotten": forgotten,
@@ -231,6 +248,8 @@ def scenes(folder: Path, readers: Readers) -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
+    # The first row is rendered once libraries are loaded, which counts as well.
+    rendering._RENDER_CPU_S = 3.0
     readers = Readers()
     for name, scene in scenes(Path(sys.argv[1]), readers).items():
         print(json.dumps([name, scene()]), flush=True)

@@ -34,6 +34,15 @@ def test_a_wrong_row_is_the_same_error_with_its_field(scenes):
     assert here["field"].endswith("wrong.jsonl:2")
 
 
+def test_a_template_that_computes_in_one_call_ends_its_reader_and_names_the_row(scenes):
+    power, loop, next_one = scenes["c code"]
+    assert power == loop
+    assert power["type"] == "UserError"
+    assert power["field"].endswith("row.jsonl:1")
+    assert "the chat template computes for more than 3 s" in power["says"]
+    assert next_one == {}
+
+
 def test_reading_that_is_ended_is_told_as_such(scenes):
     assert scenes["ended"] == {
         "type": "RuntimeError",

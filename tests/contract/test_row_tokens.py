@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.vocabularies import byte_pairs, letters, sentence_pieces
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from windrow.errors import UserError
@@ -323,6 +324,24 @@ def test_a_template_that_loops_without_end_is_ended(monkeypatch, mark):
     # What comes after it is not ended in its place.
     tokenizer.chat_template = PLAIN
     assert example(tokenizer, "chat", turns(TALK)).targets > 0
+
+
+def test_comments_of_a_template_that_never_end_take_no_time():
+    """Each begin of a comment, searched to the end of the template, would be a square of them."""
+    tokenizer = letters()
+    tokenizer.chat_template = "{#" * 500_000
+    with pytest.raises(UserError, match="cannot be compiled"):
+        example(tokenizer, "chat", turns(TALK))
+
+
+def test_a_tokenizer_whose_pattern_tries_too_long_is_the_rows_error():
+    tries = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    tokenizer = letters()
+    written = json.loads(tokenizer.backend_tokenizer.to_str())
+    written["pre_tokenizer"] = {**tries, "invert": False}
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(written))
+    with pytest.raises(UserError, match=r"rows.jsonl:1: the model's tokenizer fails over it"):
+        example(tokenizer, "text", {"text": f"{'a' * 64}b"})
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,32 @@ def test_both_clients_report_what_a_job_does(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.alone
+@pytest.mark.skipif(not CLIENTS.is_dir(), reason="the clients are not here: make test brings them")
+def test_files_of_an_offline_run_reach_the_jobs_folder_and_no_link_of_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(CLIENTS))
+    monkeypatch.setenv(forked_start.ENV_OFF, "1")
+    environ = {**os.environ, "PYTHONPATH": str(CLIENTS)}
+    root, bank = tmp_path / "job", tmp_path / "bank"
+    root.mkdir()
+    bank.mkdir()
+    job = job_of({"wandb": {"mode": "offline", "project": "p"}})
+    for swapped in (False, True):
+        told = Tracking(services_of(job, root, environ))
+        if swapped:  # after the check, by who can write to the volume
+            (root / "wandb").rename(root / "before")
+            (root / "wandb").symlink_to(bank)
+        told.begin()
+        (feed,) = told._feeds
+        told.log(1, {"loss": 0.5})
+        told.end("succeeded")
+        feed._thread.join(60)
+        assert feed.lacking == swapped
+    (run,) = (root / "before").glob("offline-run-*")
+    assert (run / "run-uid-1.wandb").stat().st_size > 100
+    assert not list(bank.iterdir())
+
+
 def test_what_cannot_be_reported_is_refused_before_anything_is_loaded(monkeypatch, installed):
     server = {"mlflow": {"uri": "https://mlflow.example"}}
     for asked, held, sources, field, said in (

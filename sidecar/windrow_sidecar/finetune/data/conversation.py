@@ -16,11 +16,10 @@ from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow.rows import DatasetRow, Fields, bad_row
 from windrow_sidecar.finetune.data.encoding import Rendered
-from windrow_sidecar.finetune.data.rendering import bounded, rendering, sized
+from windrow_sidecar.finetune.data.rendering import bounded, rendering, sized, without_comments
 
 # By which a template says itself what the assistant says.
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 # What a template may read that is not the job's: the time, and random numbers.
 _CLOCK = "strftime_now"
 _CHANCE = re.compile(r"\|\s*random\b|\blipsum\s*\(")
@@ -93,7 +92,7 @@ class Conversations:
         roles = [turn["role"] for turn in row.turns]
         turns = row.turns[: len(roles) - roles[::-1].index("assistant")]
         template = self._template(row)
-        if _MARK.search(_COMMENT.sub("", template)):
+        if _MARK.search(without_comments(template)):
             return self._marked(row, turns, template)
         return self._told_apart(row, turns)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from windrow.errors import UserError, WindrowError
 from windrow.outputs import HELD_DIRECTORIES
 from windrow_sidecar.finetune.data.confined_files import ConfinedFiles
 from windrow_sidecar.finetune.data.confined_models import check_model, is_confined, refused
+from windrow_sidecar.finetune.data.private_folders import PrivateFolder
 from windrow_sidecar.finetune.data.source_access import SourceAccess
 
 # Files that libraries read, and formats that an error names if no safetensors file is found.
@@ -53,13 +53,13 @@ class HeldModel:
         self.folder = self.path = folder
         self.of_hub = of_hub
         self._descriptors: list[int] = []
-        self._private: tempfile.TemporaryDirectory[str] | None = None
+        self._private: PrivateFolder | None = None
         if not of_hub:
             check_model(folder, access)
         if not is_confined(folder, access):
             return
-        self._private = tempfile.TemporaryDirectory(prefix="windrow-model-")
-        self.path = Path(self._private.name)
+        self._private = PrivateFolder("model")
+        self.path = self._private.path
         try:
             self._hold(folder, ConfinedFiles(access.trees or (), access.never))
         except BaseException:
@@ -81,7 +81,7 @@ class HeldModel:
         try:
             yield self.path
         except WindrowError as error:
-            if self._private is None or self._private.name not in str(error):
+            if self._private is None or str(self._private.path) not in str(error):
                 raise
             if isinstance(error, UserError):
                 raise UserError(
@@ -97,7 +97,7 @@ class HeldModel:
         while self._descriptors:
             os.close(self._descriptors.pop())
         if self._private is not None:
-            self._private.cleanup()
+            self._private.close()
 
     def _by_name(self, said: str) -> str:
         return said.replace(str(self.path), str(self.folder))

@@ -33,6 +33,12 @@ from windrow_sidecar.finetune.data import network_guard
 from windrow_sidecar.finetune.data.held_models import HeldModel
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.data.remote import NO_CREDENTIALS, Credentials
+from windrow_sidecar.finetune.data.row_limit import (
+    ENDED_BY,
+    end_process_at_limit,
+    make_page,
+    row_of_page,
+)
 from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.data.store import TokenFile
@@ -46,6 +52,7 @@ _ORDER_BYTES = 1 << 16
 _ALIVE_EVERY_S = 1.0
 _KILLED_WITHIN_S = 1.0
 _ALIVE, _DONE = b".", b"!"
+_HOW = b"how"  # asks by which signal a process has ended
 _SIGNALS = {b"end": signal.SIGKILL, b"hold": signal.SIGSTOP, b"go": signal.SIGCONT}
 # A result may wait for so long; what is granted is looked at whenever it changes.
 _LOOK_EVERY_S = 0.05
@@ -139,13 +146,15 @@ class Readers:
         rows = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the rows
         ours, theirs = os.pipe()
         try:
-            pid = int(self._ask(b"read " + pickle.dumps(wanted), [rows.fileno(), theirs]))
+            page = make_page()
+            descriptors = [rows.fileno(), theirs, page]
+            pid = int(self._ask(b"read " + pickle.dumps(wanted), descriptors))
         except BaseException:
             os.close(ours)
             raise
         finally:
             os.close(theirs)
-        return RowsBeingRead(rows, ours, lambda word: self._ask(word + b" %d" % pid))
+        return RowsBeingRead(rows, ours, page, lambda word: self._ask(word + b" %d" % pid))
 
     def close(self) -> None:
         """End the process that makes them, and those that read."""
@@ -171,11 +180,14 @@ class RowsBeingRead:
     Args:
         rows: the file that they come into.
         said: descriptor of what the process says; closed here.
-        tell: sends the process a word of `_SIGNALS`.
+        page: descriptor of the page with the row that it is at (see `row_limit`); closed here.
+        tell: sends the process a word of `_SIGNALS`, or asks how it has ended.
     """
 
-    def __init__(self, rows: IO[bytes], said: int, tell: Callable[[bytes], object]) -> None:
-        self._rows, self._said, self._tell = rows, said, tell
+    def __init__(
+        self, rows: IO[bytes], said: int, page: int, tell: Callable[[bytes], bytes]
+    ) -> None:
+        self._rows, self._said, self._page, self._tell = rows, said, page, tell
         self._held = False
 
     def wait(self, alive: Callable[[], None], pace: ReadingPause) -> DataSplit:
@@ -188,15 +200,17 @@ class RowsBeingRead:
             RuntimeError: the process has ended without a word.
         """
         outcome = b""
-        with open(self._said, "rb", buffering=0) as said:
+        with open(self._said, "rb", buffering=0) as said, open(self._page, "rb") as page:
             while (word := self._heard(said, alive, pace)) == _ALIVE:
                 alive()
             if word == _DONE:
                 outcome = said.readall()
-        try:
-            found = pickle.loads(outcome)
-        except (EOFError, pickle.UnpicklingError) as error:
-            raise RuntimeError("the process that read the rows was killed") from error
+            try:
+                found = pickle.loads(outcome)
+            except (EOFError, pickle.UnpicklingError) as error:
+                if self._tell(_HOW) == b"%d" % ENDED_BY and (row := row_of_page(page.fileno())):
+                    raise row from None
+                raise RuntimeError("the process that read the rows was killed") from error
         if isinstance(found, BaseException):
             raise found
         split, file = found
@@ -222,19 +236,26 @@ class RowsBeingRead:
 def _serve(orders: socket.socket) -> None:
     """Fork a process for each order, until there is nobody to give any."""
     children: set[int] = set()
+    ended: dict[int, int] = {}  # signals
     while True:
         # Those that have ended by themselves: nobody else reaps them, so no number is used again
         # before it has left the set.
-        _reap(children)
+        _reap(children, ended)
         if not select.select([orders], [], [], _ALIVE_EVERY_S if children else None)[0]:
             continue
-        order, descriptors, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 2)
+        order, descriptors, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 3)
         if not order:
             break
         word, _, about = order.partition(b" ")
         if word == b"read":
             children.add(pid := _fork_reader(orders, about, *descriptors))
+            ended.pop(pid, None)
             orders.send(b"%d" % pid)
+        elif word == _HOW:
+            if (pid := int(about)) in children:  # it has closed what it spoke by, so it ends
+                _note(pid, os.waitpid(pid, 0)[1], ended)
+                children.remove(pid)
+            orders.send(b"%d" % ended.pop(pid, 0))
         else:
             if (pid := int(about)) in children:
                 os.kill(pid, _SIGNALS[word])
@@ -244,22 +265,32 @@ def _serve(orders: socket.socket) -> None:
     # Reaped here: whose they are then may reap nobody. One that a file system holds ends later.
     until_s = time.monotonic() + _KILLED_WITHIN_S
     while children and time.monotonic() < until_s:
-        _reap(children)
+        _reap(children, ended)
         time.sleep(0.005)
 
 
-def _reap(children: set[int]) -> None:
-    """Forget those that have ended."""
-    children -= {pid for pid in children if os.waitpid(pid, os.WNOHANG)[0]}
+def _reap(children: set[int], ended: dict[int, int]) -> None:
+    """Forget those that have ended; note those that a signal has."""
+    for pid in [*children]:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            _note(pid, status, ended)
+            children.remove(pid)
 
 
-def _fork_reader(orders: socket.socket, order: bytes, rows: int, said: int) -> int:
+def _note(pid: int, status: int, ended: dict[int, int]) -> None:
+    if os.WIFSIGNALED(status):
+        ended[pid] = os.WTERMSIG(status)
+
+
+def _fork_reader(orders: socket.socket, order: bytes, rows: int, said: int, page: int) -> int:
     parent = os.getpid()
     if (pid := os.fork()) == 0:
         orders.close()
+        end_process_at_limit(page)
         _run_apart(parent, lambda: _read(pickle.loads(order), rows, said))
-    os.close(rows)
-    os.close(said)
+    for descriptor in (rows, said, page):
+        os.close(descriptor)
     return pid
 
 
@@ -302,9 +333,9 @@ def _outcome(wanted: RowsWanted, rows: int, alive: Callable[[], None]) -> Any:  
     """Return (split, its file), or what went wrong in a form that another process can raise."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core is all that decode can spare
     stored = TokenFile(os.fdopen(rows, "r+b"))
+    held: HeldModel | None = None
     try:
-        # Those who can write to the volume may have changed it since the model was loaded. What is
-        # held is until this process ends.
+        # Those who can write to the volume may have changed it since the model was loaded.
         held = HeldModel(Path(wanted.tokenizer), wanted.access, of_hub=wanted.of_hub)
         tokenizer = RowTokenizer(
             read_tokenizer(held.path),
@@ -330,5 +361,8 @@ def _outcome(wanted: RowsWanted, rows: int, alive: Callable[[], None]) -> Any:  
         # The edge of a process: whatever went wrong, the worker hears of it.
         log.exception("rows cannot be read")
         return RuntimeError(f"{type(error).__name__}: {error}")
+    finally:
+        if held is not None:
+            held.close()
     stored.flush()
     return split, stored

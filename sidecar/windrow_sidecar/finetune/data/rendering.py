@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow.rows import MOST_ROW_BYTES, DatasetRow, bad_row
-from windrow_sidecar.finetune.data.cpu_limit import ComputesTooLong, cpu_limit
+from windrow_sidecar.finetune.data import row_limit
 
 # Of one row; templates of real models take milliseconds for the longest.
 _RENDER_CPU_S = 10.0
@@ -21,15 +21,17 @@ def bounded(row: DatasetRow) -> Iterator[None]:
     Raises:
         UserError: it was.
     """
-    try:
-        with cpu_limit(_RENDER_CPU_S):
-            yield
-    except ComputesTooLong:
-        raise bad_row(
-            row.where,
-            f"the chat template computes for more than {_RENDER_CPU_S:g} s",
-            "Use a template whose loops end.",
-        ) from None
+    with row_limit.bounded(row, "the chat template", _RENDER_CPU_S):
+        yield
+
+
+def without_comments(template: str) -> str:
+    """Return a template without `{# ... #}`, in time that grows with its length alone."""
+    kept, at = [], 0
+    while (begin := template.find("{#", at)) >= 0 and (end := template.find("#}", begin + 2)) >= 0:
+        kept.append(template[at:begin])
+        at = end + 2
+    return "".join((*kept, template[at:]))
 
 
 def sized(text: str, row: DatasetRow) -> str:

@@ -13,9 +13,12 @@ from windrow.errors import UserError
 from windrow.rows import DatasetRow, bad_row
 from windrow_sidecar.finetune.data.conversation import Conversations
 from windrow_sidecar.finetune.data.encoding import Rendered, encode
+from windrow_sidecar.finetune.data.row_limit import bounded
 from windrow_sidecar.finetune.data.split import Example
 
 _NAMED = 10  # fields in one sentence
+# Of one row: tokenizers in Python do some 10^5 characters a second, those in Rust 10^6.
+_ENCODE_CPU_S, _ENCODED_PER_S = 10.0, 20_000
 
 
 def rows_are(count: int) -> str:
@@ -91,7 +94,9 @@ class RowTokenizer:
             self._as_served += 1
             self._first_as_served = self._first_as_served or row.where
         _check_is_text(rendered.text, row.where)
-        ids, labels = encode(self._tokenizer, rendered)
+        seconds = _ENCODE_CPU_S + len(rendered.text) / _ENCODED_PER_S
+        with bounded(row, "the tokenizer", seconds):
+            ids, labels = _encoded(self._tokenizer, rendered, row.where)
         end = self._tokenizer.eos_token_id
         if not row.turns and end is not None and ids[-1:] != [end]:
             ids.append(end)
@@ -255,3 +260,26 @@ def _nothing_left(where: str, tokens: int, max_length: int) -> UserError:
         f"nothing to learn from is left within {max_length} tokens (the row has {tokens})",
         "Raise spec.training.maxSequenceLength, or shorten or drop the row.",
     )
+
+
+def _encoded(
+    tokenizer: Any,  # noqa: ANN401
+    rendered: Rendered,
+    where: str,
+) -> tuple[list[int], list[int]]:
+    """Return what `encode` does.
+
+    Raises:
+        UserError: the tokenizer's native code has given up.
+    """
+    try:
+        return encode(tokenizer, rendered)
+    except BaseException as error:
+        # Of pyo3, and no Exception: a pattern that tries too long, for one.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise bad_row(
+            where,
+            f"the model's tokenizer fails over it: {error}",
+            "Correct the model's tokenizer.json, or leave the row out.",
+        ) from None

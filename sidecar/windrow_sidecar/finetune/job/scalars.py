@@ -13,9 +13,13 @@ from typing import Any
 
 from windrow.errors import UserError
 from windrow.eventlog import append_whole
+from windrow.outputs import open_without_links
 from windrow.wheel import install_extra
 from windrow_sidecar.compute.host_device import HostDevice
+from windrow_sidecar.finetune.data.private_folders import PrivateFolder
 from windrow_sidecar.finetune.engine.stages import EvaluationDone, StepDone
+from windrow_sidecar.finetune.job.mirrored_files import MirroredFiles
+from windrow_sidecar.finetune.training.checkpoint import held
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +56,7 @@ class Scalars:
         self._memory_bytes = memory_bytes or HostDevice().peak_bytes
         self._file, self._epoch, self._clock = folder / METRICS_FILE, epoch, clock
         self._tokens, self._at = 0, clock()
-        self._board = _board(folder / TENSORBOARD_FOLDER) if tensorboard else None
+        self._board = _Board(folder) if tensorboard else None
 
     def begin(self, tokens: int) -> None:
         """Steps begin now; `tokens` are done already."""
@@ -81,17 +85,48 @@ class Scalars:
         self._also(step, figures)
         line = {"step": step, **figures, "epoch": self._epoch, "unix_seconds": time.time()}
         try:
-            append_whole(self._file, json.dumps(line) + "\n")
+            with held(self._file.parent) as folder:
+                append_whole(folder / self._file.name, json.dumps(line) + "\n")
             if self._board is not None:
-                for name, value in figures.items():
-                    if isinstance(value, int | float):
-                        self._board.add_scalar(name, value, step)
-                self._board.flush()
+                self._board.write(step, figures)
         except OSError as error:
             log.warning("the figures of step %d are not written down: %s", step, error)
 
 
-def _board(folder: Path) -> Any:  # noqa: ANN401 - torch's writer is untyped
+class _Board:
+    """TensorBoard's files in a job's folder.
+
+    Its library makes them by names that can be guessed, so it writes into a private folder.
+
+    Args:
+        folder: of the job, without a link in its path.
+
+    Raises:
+        UserError: TensorBoard's library is not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._job_folder, self._private = folder, PrivateFolder("tensorboard")
+        self._writer = _writer(self._private.path / TENSORBOARD_FOLDER)
+        self._mirror: MirroredFiles | None = None
+
+    def write(self, step: int, figures: dict[str, Any]) -> None:
+        """Write the figures of a step that are numbers.
+
+        Raises:
+            OSError: the job's folder does not take them.
+        """
+        for name, value in figures.items():
+            if isinstance(value, int | float):
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+        if self._mirror is None:
+            target = open_without_links(self._job_folder, os.O_RDONLY | os.O_DIRECTORY)
+            self._mirror = MirroredFiles(self._private.path, target)
+        self._mirror.sync()
+
+
+def _writer(folder: Path) -> Any:  # noqa: ANN401 - torch's writer is untyped
     # It loads TensorFlow where that is there, which takes seconds and a GPU's memory.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:

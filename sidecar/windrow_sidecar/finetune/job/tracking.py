@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 from windrow.conditions import Reason
 from windrow.crd.tracking import MlflowSpec, WandbSpec
 from windrow.errors import UserError
-from windrow.outputs import path_of
+from windrow.outputs import open_without_links, path_of
 from windrow.redaction import redacted
 from windrow.wheel import install_extra
 from windrow_sidecar.finetune.job.assembly import JobSpec
@@ -58,11 +58,13 @@ class TrackingService:
         name: of the client's package, mlflow or wandb.
         document: what that process needs to know; it holds credentials and is never shown.
         environment: of that process.
+        folder: of the job, where it gets files of the client; None: it gets none.
     """
 
     name: str
     document: Mapping[str, Any] = field(repr=False)
     environment: Mapping[str, str] = field(repr=False)
+    folder: Path | None = None
 
 
 def services_of(
@@ -142,9 +144,9 @@ def _of_wandb(
         "entity": asked.entity or settings.value("WANDB_ENTITY"),
         "run": asked.run_name or job.name,
         "tags": list(asked.tags),
-        "files": None if asked.mode == "online" or folder is None else str(folder),
     }
-    return TrackingService("wandb", _document(job, document), settings.environment())
+    files = folder if asked.mode == "offline" else None
+    return TrackingService("wandb", _document(job, document), settings.environment(), files)
 
 
 class _Settings:
@@ -348,13 +350,7 @@ class ClientFeed:
 
     def _run(self) -> None:
         try:
-            process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=dict(self._service.environment),
-            )
+            process, document = self._started()
         except OSError as error:
             self._failed(f"its client cannot be started: {error}")
             return
@@ -362,7 +358,7 @@ class ClientFeed:
         listener.start()
         assert process.stdin is not None
         try:
-            process.stdin.write(json.dumps(self._service.document) + "\n")
+            process.stdin.write(json.dumps(document) + "\n")
             process.stdin.flush()
             while (line := self._lines.get()) is not None:
                 process.stdin.write(json.dumps(line) + "\n")
@@ -373,6 +369,27 @@ class ClientFeed:
             process.stdin.close()
         self._handed_over.set()
         self._reap(process, listener)
+
+    def _started(self) -> tuple[subprocess.Popen[str], Mapping[str, Any]]:
+        """Start the process; return it with what it needs to know.
+
+        It gets the job's folder as a descriptor: by its name it could be another one by then.
+        """
+        service = self._service
+        with contextlib.ExitStack() as opened:
+            folders: tuple[int, ...] = ()
+            if service.folder is not None:
+                folders = (open_without_links(service.folder, os.O_RDONLY | os.O_DIRECTORY),)
+                opened.callback(os.close, folders[0])
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=dict(service.environment),
+                pass_fds=folders,
+            )
+        return process, {**service.document, "folder": next(iter(folders), None)}
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None

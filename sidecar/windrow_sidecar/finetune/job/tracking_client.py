@@ -13,7 +13,6 @@ import logging
 import os
 import queue
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,8 @@ from windrow.access import NetworkAccess
 from windrow.redaction import redacted
 from windrow_sidecar.finetune.data import network_guard
 from windrow_sidecar.finetune.data.guarded_proxy import GuardedProxy
+from windrow_sidecar.finetune.data.private_folders import PrivateFolder
+from windrow_sidecar.finetune.job.mirrored_files import MirroredFiles
 
 log = logging.getLogger(__name__)
 
@@ -164,9 +165,14 @@ class WandbRun:
     def __init__(self, about: Line) -> None:
         self._about, self._run, self._proxy = about, None, None
         # Its settings files and its caches are this process's own, and so is its log.
-        self._scratch = tempfile.TemporaryDirectory(prefix="windrow-wandb-")
+        self._scratch = PrivateFolder("wandb")
         for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):
-            os.environ[f"WANDB_{name}"] = self._scratch.name
+            os.environ[f"WANDB_{name}"] = str(self._scratch.path)
+        self._files = self._scratch.path / "files"
+        self._files.mkdir()
+        self._mirror: MirroredFiles | None = None
+        if about["folder"] is not None:
+            self._mirror = MirroredFiles(self._files, about["folder"])
         os.environ["WANDB_ERROR_REPORTING"] = "false"
         if about["access"] is not None:
             # Its native part resolves and dials on its own.
@@ -200,8 +206,6 @@ class WandbRun:
         }
         if self._proxy is not None:
             settings |= {"http_proxy": self._proxy.url, "https_proxy": self._proxy.url}
-        files = about["files"] or self._scratch.name
-        os.makedirs(files, exist_ok=True)
         self._run = self._wandb.init(
             project=about["project"],
             entity=about["entity"] or None,
@@ -209,7 +213,7 @@ class WandbRun:
             id=about["uid"],
             tags=about["tags"],
             config={**about["params"], **about["tags_of_run"]},
-            dir=files,
+            dir=str(self._files),
             mode=about["mode"],
             resume="allow" if about["mode"] == "online" else None,
             reinit="create_new",
@@ -221,6 +225,8 @@ class WandbRun:
         assert self._run is not None
         for line in lines:
             self._run.log(line["figures"], step=line["step"])
+        if self._mirror is not None:
+            self._mirror.sync()
 
     def end(self, outcome: str) -> None:
         """Close the run."""
@@ -228,6 +234,9 @@ class WandbRun:
         if outcome == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if outcome == "succeeded" else 1)
+        if self._mirror is not None:
+            self._wandb.teardown()  # its native part writes the last block as it ends
+            self._mirror.sync()
 
     def stays(self, error: Exception) -> bool:
         """Return whether the server would say the same whenever it is asked."""
