@@ -129,6 +129,8 @@ def matching_rule(pod: Mapping[str, Any]) -> str:
 
 # --- which container decodes, with which engine ---------------------------------------------------
 
+# Images without an engine, which demos and placeholders give a GPU.
+_NO_ENGINES = frozenset({"nginx", "pause", "busybox"})
 _GPUS = re.compile(r"^(nvidia\.com/(gpu|mig-)|amd\.com/gpu|gpu\.intel\.com/|huawei\.com/)")
 
 
@@ -243,9 +245,11 @@ def _starts_decode(container: Mapping[str, Any]) -> bool:
 
 
 def _is_helper(container: Mapping[str, Any]) -> bool:
-    if started(container) or _has_gpu(container):
+    if started(container):
         return False
     image = str(container.get("image", "")).partition("@")[0].rpartition("/")[2].partition(":")[0]
+    if _has_gpu(container):
+        return image in _NO_ENGINES
     programs = [command[0].rpartition("/")[2] for command in commands_of(container)]
     return any(HELPERS.search(text) for text in (str(container["name"]), image, *programs))
 

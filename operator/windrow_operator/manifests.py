@@ -16,6 +16,7 @@ Body = dict[str, Any]
 _PLAIN = frozenset(
     {"Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "ReplicationController", "Job"}
 )
+_PRESET = "ghcr.io/llm-d/llm-d-cuda"
 _DYNAMO_TYPE = "nvidia.com/dynamo-component-type"
 _DYNAMO_PART = "nvidia.com/dynamo-sub-component-type"
 
@@ -156,9 +157,9 @@ def _dynamo_component(
 ) -> Iterator[tuple[str, Body]]:
     extra = dict(service.get("extraPodSpec") or {})
     main = {"name": "main", **(extra.pop("mainContainer", None) or {})}
-    gpus = ((service.get("resources") or {}).get("limits") or {}).get("gpu")
-    if gpus and not main.get("resources"):
-        main["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
+    limits = (service.get("resources") or {}).get("limits") or {}
+    if limits.get("gpu") and not main.get("resources"):
+        main["resources"] = {"limits": {limits.get("gpuType") or "nvidia.com/gpu": limits["gpu"]}}
     if secret := service.get("envFromSecret"):
         main["envFrom"] = [*(main.get("envFrom") or ()), {"secretRef": {"name": secret}}]
     mounts = [
@@ -223,8 +224,16 @@ def _llm_d(spec: Mapping[str, Any]) -> Iterator[tuple[str, Body]]:
     for part, config in parts:
         for place in ("template", "worker"):
             if pod_spec := config.get(place):
-                pod = {"metadata": {"labels": {"llm-d.ai/role": part}}, "spec": dict(pod_spec)}
+                made = dict(pod_spec)
+                if not spec.get("baseRefs"):
+                    made["containers"] = [_with_image(c) for c in _entries(made.get("containers"))]
+                pod = {"metadata": {"labels": {"llm-d.ai/role": part}}, "spec": made}
                 yield f"{part}, {place}", pod
+
+
+def _with_image(container: Mapping[str, Any]) -> Body:
+    """Return a container with the image of KServe's own preset, vLLM's, where it has none."""
+    return {"image": _PRESET, **container} if container.get("name") == "main" else dict(container)
 
 
 def _labelled(template: Mapping[str, Any], labels: Mapping[str, str]) -> Body:

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 from windrow.crd import DatasetSpec
 from windrow.errors import UserError
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
+from windrow_sidecar.finetune.adapter.served import not_served
 from windrow_sidecar.finetune.job.assembly import JobSpec, read_examples
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.finetune.model.loading import BaseModel, _check_kind
@@ -205,6 +206,25 @@ def test_parts_of_a_layer_make_no_model_of_several(kind, tmp_path):
     config = CONFIG_MAPPING[kind]()
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
     _check_kind(tmp_path, config)
+
+
+def test_experts_that_lie_in_one_tensor_are_not_to_be_loaded_into_servers():
+    """Servers pass over the names that peft gives parts of a tensor."""
+
+    def refused(targets, **output):
+        lora = {"rank": 2, "alpha": 4, "targetModules": targets}
+        spec = small_spec({"lora": lora})
+        named = {"destination": "/out", **output}
+        output = type(spec.output).model_validate(named)
+        tuned = add_adapter(random_model("Qwen3Moe"), spec)
+        return not_served(tuned, spec.model_copy(update={"output": output}))
+
+    deployed = {"deploy": {"enabled": True}}
+    found = refused("q_proj,down_proj", **deployed)
+    assert found is not None
+    assert found.field == "spec.adapter.lora.targetModules"
+    assert refused("q_proj,down_proj") is None
+    assert refused("q_proj,v_proj", **deployed) is None
 
 
 def test_an_embedding_is_told_by_what_it_is_not_by_its_name():

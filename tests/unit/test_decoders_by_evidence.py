@@ -94,8 +94,9 @@ def test_variables_of_both_engines_are_those_of_sglang():
 
 
 def test_a_placeholder_decodes_nothing():
-    with pytest.raises(Refusal, match="main decode nothing"):
-        prepared(pod(container(image="registry.k8s.io/pause:3.9")))
+    for image, resources in (("registry.k8s.io/pause:3.9", {}), ("mirror/nginx:1.14.1", GPU)):
+        with pytest.raises(Refusal, match="main decode nothing"):
+            prepared(pod(container(image=image, resources=resources)))
 
 
 @pytest.mark.parametrize("resource", ["gpu.intel.com/xe", "amd.com/gpu", "huawei.com/Ascend910"])

@@ -198,12 +198,16 @@ def test_a_file_that_lacks_a_part_is_to_be_corrected(tmp_path):
 
 
 def test_a_file_in_utf16_or_with_broken_data_is_to_be_corrected(tmp_path):
-    """PowerShell writes UTF-16; a certificate that was cut is no base64."""
-    file = config_of(
-        tmp_path, 1, **{"client-certificate-data": "notbase64", "client-key-data": "zzz"}
-    )
+    """PowerShell writes UTF-16; an authority that was cut is no base64."""
+    file = config_of(tmp_path, 1, token="t")
     utf16 = tmp_path / "utf16"
     utf16.write_bytes(file.read_text().encode("utf-16"))
+    body = yaml.safe_load(file.read_text())
+    body["clusters"][0]["cluster"] = {
+        "server": "https://127.0.0.1:1",
+        "certificate-authority-data": "notbase64",
+    }
+    file.write_text(yaml.safe_dump(body))
     for broken in (file, utf16):
         with pytest.raises(UserError, match="no cluster to talk to") as refused:
             WindrowClient(kubeconfig=str(broken))

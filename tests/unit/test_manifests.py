@@ -120,6 +120,26 @@ def test_the_pods_that_decode_are_found_in_each_kind(manifest, prepared):
     assert all(each["reason"] == "NotAsked" for each in answers if not each["touched"])
 
 
+def test_a_container_without_an_image_is_of_kserves_preset():
+    """The controller completes it by a preset of vLLM, or by what `baseRefs` names."""
+    main = {"spec": {"containers": [{"name": "main", "resources": {"limits": {}}}]}}
+    parts = {"template": main["spec"], "prefill": {"template": main["spec"]}}
+    (answer, _) = previews([manifest("LLMInferenceService", **parts)], None)
+    assert "with vllm, which Windrow cannot drive" in answer["why"]
+    (answer, _) = previews([manifest("LLMInferenceService", baseRefs=["mine"], **parts)], None)
+    assert answer["touched"]
+
+
+def test_dynamo_names_the_kind_of_its_gpus():
+    service = {
+        "subComponentType": "decode",
+        "resources": {"limits": {"gpu": "1", "gpuType": "gpu.intel.com/xe"}},
+        "extraPodSpec": {"mainContainer": {"command": ["python3", "-m", "dynamo.sglang"]}},
+    }
+    (answer,) = previews([manifest("DynamoGraphDeployment", services={"d": service})], None)
+    assert "gpu.intel.com/xe is not a GPU that workers can use" in answer["refused"]
+
+
 @pytest.mark.parametrize(
     ("image", "version"),
     [

@@ -15,6 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windrow.conditions import Reason
+from windrow.crd import FinetuneJobSpec
+from windrow.errors import UserError
+
 
 def as_served(
     model: Any,  # noqa: ANN401 - peft's
@@ -65,6 +69,26 @@ def as_served(
         "alpha_pattern": {},
     }
     return tensors, said
+
+
+def not_served(model: Any, spec: FinetuneJobSpec) -> UserError | None:  # noqa: ANN401
+    """Return why servers would leave out a part of an adapter that is to be loaded; None: nothing.
+
+    Experts that lie in one tensor are adapted as parts of it, under names that SGLang passes over.
+
+    Args:
+        model: peft's, with the adapter in it.
+        spec: the job's.
+    """
+    parts = getattr(model.active_peft_config, "target_parameters", None)
+    if not spec.output.deploy.enabled or not parts:
+        return None
+    return UserError(
+        "servers leave out an adapter of experts that lie in one tensor",
+        field="spec.adapter.lora.targetModules",
+        remedy="Name modules outside of the experts, or leave out spec.output.deploy.",
+        reason=Reason.INVALID_SPEC,
+    )
 
 
 def _named(model: Any, adapted: set[str]) -> list[str]:  # noqa: ANN401

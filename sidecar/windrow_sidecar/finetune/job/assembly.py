@@ -34,6 +34,7 @@ from windrow_sidecar.finetune.adapter.adapters import (
 )
 from windrow_sidecar.finetune.adapter.config import prefix_tokens
 from windrow_sidecar.finetune.adapter.layer_programs import use_program
+from windrow_sidecar.finetune.adapter.served import not_served
 from windrow_sidecar.finetune.data.readers import RowsWanted
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.data.remote import NO_CREDENTIALS, Credentials
@@ -278,6 +279,9 @@ def open_session(
         tuned = add_adapter(base.model, spec, base.frozen, job.access)
     else:
         tuned, parts = sharding.add_adapter(base.model, spec, job.access)
+    # A job that is on its way ends with an adapter that is worth having, loaded or not.
+    if (unserved := not_served(tuned, spec)) and not job.checkpoint:
+        raise unserved
     stack = DecoderStack(base.model, base.frozen, runtime.units)
     check_reach(tuned, stack)
     # Before layers are recorded: the adapter replaces their dropouts.
@@ -333,6 +337,8 @@ def open_session(
     notes = (*base.notes, *rows.notes, *without_effect(spec, rows.train_rows, total, positions))
     if sharding is not None:
         notes = (f"the model is cut over {sharding.ranks.ranks} ranks", *notes)
+    if unserved:
+        notes = (*notes, unserved.problem)
     if not_packed:
         notes = (*notes, f"layers run eagerly, not packed: {not_packed}")
     longest = max(lengths) * rows.together
