@@ -20,8 +20,6 @@ from windrow_sidecar.finetune.adapter.adapters import ADAPTER, add_adapter, trai
 from windrow_sidecar.finetune.engine.stages import StepDone
 from windrow_sidecar.finetune.tensor_parallel.adapter import RanksApart, check_adapter
 from windrow_sidecar.finetune.tensor_parallel.cross_entropy import VocabularyCrossEntropy
-from windrow_sidecar.finetune.tensor_parallel.shard import sharded
-from windrow_sidecar.finetune.tensor_parallel.sharding import Sharding
 from windrow_sidecar.qos.view import Phase
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import (
@@ -34,7 +32,7 @@ from windrow_sidecar.testing.equality import (
     training_of,
     tuned_model,
 )
-from windrow_sidecar.testing.ranks import on_ranks
+from windrow_sidecar.testing.ranks import on_ranks, shard_of
 from windrow_sidecar.testing.rounding import apart, in_type_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,22 +76,6 @@ def references():
             pefts_training(tuned, small_rows()),
         )
     return found
-
-
-def shard_of(base, adapter, values, ranks):
-    """A rank's tuned shard; `values` by parameter are the whole adapter's, None: as peft begins."""
-    tensors = {name: (lambda p=p: p) for name, p in base.named_parameters()}
-    sharding = Sharding(ranks, base.config)
-    shard = sharded(tensors, base.config, ranks, torch.float64)
-    tuned, parts = sharding.add_adapter(shard, small_spec(adapter))
-    tuned.double()
-    parts.whole.double()
-    if values is not None:
-        with torch.no_grad():
-            for name, parameter in trainable(parts.whole).items():
-                parameter.copy_(values[name])
-        parts.begin()
-    return sharding, tuned, parts
 
 
 def train(case, base, values, ranks):

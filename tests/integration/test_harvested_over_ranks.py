@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from waiting import is_running
 
 from windrow.eventlog import StepEvent, TaskletEvent, read_events
 from windrow.proto import attach_pb2
@@ -118,14 +119,37 @@ async def answers(url: str) -> list[str]:
         return list(await asyncio.gather(*(ask(client, n) for n in range(4))))
 
 
-def other_rank(folder: Path) -> psutil.Process:
-    """Return rank 1 of the worker that runs: the first process that it has forked."""
-    started = re.findall(r"epoch 1: worker (\d+)", (folder / "pod.log").read_text())
+def other_rank(folder: Path, *, epoch: int) -> psutil.Process:
+    """Return rank 1 of the worker of a placement: the first process that it has forked."""
+    started = re.findall(rf"epoch {epoch}: worker (\d+)", (folder / "pod.log").read_text())
     worker = psutil.Process(int(started[-1]))
     return min(worker.children(), key=lambda child: child.pid)
 
 
-async def test_a_job_is_harvested_by_ranks_while_requests_are_answered(pod):
+def is_rank(process: psutil.Process, engine: int) -> bool:
+    """Return whether a process is a fork of the engine, with its command line."""
+    return process.cmdline() == psutil.Process(engine).cmdline()
+
+
+def events_of(operator: AttachedOperator, epoch: int, *kinds: int) -> list[attach_pb2.JobEvent]:
+    """Return what was told of a placement, of these kinds or of its end in failure."""
+    return [
+        m.job_event
+        for m in operator.heard
+        if m.HasField("job_event")
+        and m.job_event.epoch == epoch
+        and m.job_event.kind in (*kinds, Event.FAILED)
+    ]
+
+
+async def first_of(operator: AttachedOperator, epoch: int, kind: int) -> attach_pb2.JobEvent:
+    await until(lambda: events_of(operator, epoch, kind), 150)
+    found = events_of(operator, epoch, kind)[0]
+    assert found.kind == kind, found.detail
+    return found
+
+
+async def test_a_job_over_ranks_outlives_its_ranks_and_decode_answers_as_alone(pod):
     operator, url, folder, (engine, _) = pod
     before = await answers(url)
     operator.set_policy(
@@ -136,18 +160,42 @@ async def test_a_job_is_harvested_by_ranks_while_requests_are_answered(pod):
         percentile=99,
         max_memory_percent=50,
     )
-    operator.assign(job(folder))
-    started = await until(lambda: operator.event(Event.STARTED) or operator.event(Event.FAILED), 90)
-    assert started.kind == Event.STARTED, started.detail
+    operator.assign(job(folder, maxSteps=100_000))
+    await first_of(operator, 1, Event.STARTED)
     assert await answers(url) == before
-    done = await until(lambda: operator.event(Event.SUCCEEDED) or operator.event(Event.FAILED), 150)
-    assert done.kind == Event.SUCCEEDED, done.detail
-    assert done.progress.step == 3
+    await first_of(operator, 1, Event.CHECKPOINTED)
+    assert "rank 1 of 2: sharing decode's weights" in (folder / "pod.log").read_text()
+
+    # A rank of the worker that is stopped, then killed: decode waits for neither.
+    other = other_rank(folder, epoch=1)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        other.send_signal(number)
+        assert await answers(url) == before
+    failed = await until(lambda: operator.event(Event.FAILED), 60)
+    assert "rank 1 was ended by SIGKILL; the last good checkpoint is" in failed.detail
+    step = failed.progress.checkpoint_step
+
+    # The job goes on from there, to its end.
+    operator.assign(job(folder, maxSteps=step + 2), epoch=2)
+    done = await first_of(operator, 2, Event.SUCCEEDED)
+    assert done.progress.step == step + 2
     assert read_header(Path(done.adapter_path) / "adapter_model.safetensors").tensors
     # Time and compute are shared; memory is not lent over ranks.
     assert max(b.chunks_lent for b in operator.heartbeats) == 0
-    assert engine.poll() is None
-    assert "rank 1 of 2: sharing decode's weights" in (folder / "pod.log").read_text()
+
+    # The first rank of a worker takes the other along; a rank of decode ends the engine.
+    operator.assign(job(folder, maxSteps=100_000), uid="uid-3", epoch=3)
+    await first_of(operator, 3, Event.CHECKPOINTED)
+    other = other_rank(folder, epoch=3)
+    other.parent().kill()
+    await until(lambda: events_of(operator, 3), 60)  # its failure
+    await until(lambda: not is_running(other.pid), 30)
+    assert await answers(url) == before
+    decodes = [p for p in psutil.Process(engine.pid).children() if is_rank(p, engine.pid)]
+    assert len(decodes) == RANKS - 1
+    decodes[0].kill()
+    assert await asyncio.to_thread(engine.wait, 30) == 1
+    assert "rank 1 was ended by SIGKILL: so does the engine" in (folder / "pod.log").read_text()
 
     def logged() -> tuple[list[StepEvent], list[TaskletEvent]]:
         events = [event for _, event in read_events(folder)]
@@ -159,22 +207,3 @@ async def test_a_job_is_harvested_by_ranks_while_requests_are_answered(pod):
     steps, tasklets = await until(lambda: (both := logged())[0] and both[1] and both)
     assert {s.finetune_units for s in steps} & {1, 2}  # granted during steps
     assert {t.phase for t in tasklets} >= {"fwd", "bwd", "opt"}
-
-
-async def test_a_rank_of_the_worker_that_ends_costs_its_job_an_attempt_and_decode_nothing(pod):
-    operator, url, folder, (engine, _) = pod
-    before = await answers(url)
-    operator.set_policy(
-        **{"name": "chat", "policy": "windrow", "mode": "harvest"},
-        **{"objective_seconds": 2.0, "percentile": 99, "max_memory_percent": 50},
-    )
-    operator.assign(job(folder, maxSteps=100_000))
-    await until(lambda: operator.event(Event.CHECKPOINTED) or operator.event(Event.FAILED), 120)
-    assert not operator.event(Event.FAILED)
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        other_rank(folder).send_signal(number)
-        assert await answers(url) == before
-    failed = await until(lambda: operator.event(Event.FAILED), 60)
-    assert "rank 1 was ended by SIGKILL; the last good checkpoint is" in failed.detail
-    assert engine.poll() is None
-    assert await answers(url) == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from windrow_sidecar.finetune.adapter.layer_programs import use_program
 from windrow_sidecar.finetune.data.split import IGNORED, BatchPlan, DataSplit, Example
 from windrow_sidecar.finetune.engine.micro_batch_group import ModelParts
 from windrow_sidecar.finetune.engine.orders import Order, layer_major
+from windrow_sidecar.finetune.engine.sharded_stream import ShardedStream
 from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
 from windrow_sidecar.finetune.engine.stages import StepDone
 from windrow_sidecar.finetune.engine.stream import TaskletStream
@@ -122,8 +124,9 @@ def stream_of(
     if sharded is not None:
         sharded[1].align_dropouts()
     shared = None if sharded is None else sharded[1]
+    kind: Any = TaskletStream if shared is None else partial(ShardedStream, shared)
     schedule = Schedule("cosine", recipe.rate, recipe.steps, 0.0)
-    return TaskletStream(
+    stream: TaskletStream = kind(
         parts,
         AdapterOptimizer(trainable(tuned), schedule, shared=shared),
         DataSplit(rows, held_out),
@@ -136,6 +139,7 @@ def stream_of(
         seed=recipe.seed,
         evaluation_policy=EvaluationPolicy(packed=cut.packed, max_rows=recipe.most_rows),
     )
+    return stream
 
 
 def our_gradients(tuned: Any, rows: tuple[Example, ...], cut: Cut) -> dict[str, Tensor]:  # noqa: ANN401

@@ -6,15 +6,22 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from windrow_sidecar.compute.communicator import Communicator
+from windrow_sidecar.finetune.adapter.adapters import trainable
+from windrow_sidecar.finetune.tensor_parallel.adapter import AdapterParts
+from windrow_sidecar.finetune.tensor_parallel.shard import sharded
+from windrow_sidecar.finetune.tensor_parallel.sharding import Sharding
+from windrow_sidecar.testing.equality import small_spec
 
 Made = TypeVar("Made")
 # A collective that takes longer has lost a rank; a machine that is shared by many is slow.
@@ -48,6 +55,39 @@ def on_ranks(ranks: int, work: Callable[[Communicator], Made]) -> list[Made]:
     if problems:
         raise RuntimeError("\n".join(problems))
     return made
+
+
+def shard_of(
+    base: nn.Module,
+    adapter: Mapping[str, Any],
+    values: Mapping[str, Tensor] | None,
+    ranks: Communicator,
+) -> tuple[Sharding, Any, AdapterParts]:
+    """Return the cut, a rank's tuned shard in float64, and the parts of the adapter in it.
+
+    Args:
+        base: the whole model.
+        adapter: as in a manifest.
+        values: of the whole adapter by parameter, [...] each; None: as peft begins.
+        ranks: over which it is cut, this one among them.
+    """
+    tensors = {name: partial(_itself, p) for name, p in base.named_parameters()}
+    config: Any = base.config
+    sharding = Sharding(ranks, config)
+    shard = sharded(tensors, config, ranks, torch.float64)
+    tuned, parts = sharding.add_adapter(shard, small_spec(adapter))
+    tuned.double()
+    parts.whole.double()
+    if values is not None:
+        with torch.no_grad():
+            for name, parameter in trainable(parts.whole).items():
+                parameter.copy_(values[name])
+        parts.begin()
+    return sharding, tuned, parts
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _start(

@@ -294,6 +294,8 @@ class DecodeLoop:
         parts = self._parts
         self._running_since_ns = 0
         self._outbox.flush()
+        if parts.others is not None:
+            parts.others.listen()  # one that has ended is not found out by a request
         self._hold_until_ns = parts.hook.idle(parts.clock_ns()).hold_admission_until_ns
         if not self._collected:
             self._tidy()

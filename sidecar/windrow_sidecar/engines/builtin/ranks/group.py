@@ -104,10 +104,14 @@ class RankLeader:
             except OSError as error:
                 raise RankEnded(self.why_ended() or f"rank {rank} has ended") from error
         self._tokens, self._heard = [], []
-        self._hear_refusals()
+        self.listen()
 
-    def _hear_refusals(self) -> None:
-        """Take what the ranks said since the last pass; no rank is waited for."""
+    def listen(self) -> None:
+        """Take what the ranks said since the last time; no rank is waited for.
+
+        Raises:
+            RankEnded: one has ended.
+        """
         if self._said is None:
             self._said = select.poll()
             for _, pipe in self.others:
@@ -115,8 +119,11 @@ class RankLeader:
         for descriptor, _ in self._said.poll(0):
             for rank, (_, pipe) in enumerate(self.others, 1):
                 if pipe.fileno() == descriptor:
-                    with contextlib.suppress(EOFError, OSError):  # the next collective says so
-                        self.refused = self.refused or f"rank {rank}: {pipe.recv()}"
+                    try:
+                        said = pipe.recv()
+                    except (EOFError, OSError) as error:
+                        raise RankEnded(self.why_ended() or f"rank {rank} has ended") from error
+                    self.refused = self.refused or f"rank {rank}: {said}"
 
     def wait_until_ready(self) -> None:
         """Wait until every rank has read its weights, however long that takes.
