@@ -82,7 +82,7 @@ class InEngineGate(GrantGate):
         turns: of the engine's process.
         seat: where a step that rides along with the turn is shown to the layers.
         joins: has a job's layers look there; returns why they cannot. None: nothing is to ride.
-        page, partition, estimates, facts, decode_lives, device: see `GrantGate`.
+        page, partition, estimates, facts, decode_lives, device, whole: see `GrantGate`.
     """
 
     def __init__(
@@ -97,9 +97,13 @@ class InEngineGate(GrantGate):
         *,
         decode_lives: Callable[[], bool],
         device: ComputeDevice | None = None,
+        whole: bool = False,
     ) -> None:
         super().__init__(
-            page, partition, estimates, facts, decode_lives=decode_lives, device=device
+            *(page, partition, estimates, facts),
+            decode_lives=decode_lives,
+            device=device,
+            whole=whole,
         )
         self._turns, self._seat, self._joins = turns, seat, joins
         self._allowance = TurnAllowance(
