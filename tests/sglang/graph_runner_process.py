@@ -15,7 +15,8 @@ import torch
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner as sgl
 
 from windrow_sidecar import _core
-from windrow_sidecar.engines.sglang.graphs import GraphShares, disjoint_levels, runner_class
+from windrow_sidecar.engines.confined import GraphShares, disjoint_levels
+from windrow_sidecar.engines.sglang.graphs import runner_class
 
 SIZES = [1, 2]
 

@@ -142,3 +142,53 @@ def compute(bucket):
 print(GraphRunner(compute).capture([1, 2]).graphs)
 """
     assert shim.run(code) == "2"
+
+
+def test_a_confined_decode_replays_the_graphs_of_the_share_that_was_decided(shim, model, tmp_path):
+    """As `WINDROW_DECODE_PARTITION=green` has it: a set of graphs for each of decode's shares."""
+    (tmp_path / "control").touch()
+    code = """
+import os
+from windrow_sidecar.engines.confined import GraphShares
+plain, _ = decoded("--dtype=float32", "--attention-backend=torch")
+os.environ["WINDROW_DECODE_PARTITION"] = "green"
+parts = loaded("--dtype=float32", "--attention-backend=torch")
+shares = parts.partition
+assert isinstance(shares, GraphShares), shares
+levels = shares.levels()
+graphs = parts.decoder._runner._graphs
+assert sorted({units for units, _ in graphs}) == [*levels], graphs
+replayed = []
+for key, graph in graphs.items():
+    class Counted:
+        def __init__(self, key, graph):
+            self.key, self.graph = key, graph
+        def replay(self):
+            replayed.append(self.key[0])
+            self.graph.replay()
+    graphs[key] = Counted(key, graph)
+for i in range(3):
+    parts.scheduler.submit(profiling.request(i, 3 + 17 * i, 4 + i))
+requests = list(parts.scheduler.waiting)
+decided = [levels[0], levels[-1], levels[1]]
+class Decides(profiling._OnUnits):
+    def before_step(self, facts):
+        self.units = decided[len(replayed) % 3]
+        return super().before_step(facts)
+from windrow_sidecar.engines.hook import FailClosed
+parts = replace(parts, hook=FailClosed(Decides()))
+with profiling.muted(parts) as loop:
+    while not parts.scheduler.is_empty:
+        loop.step()
+assert [r.tokens[-r.n_completed:] for r in requests] == plain
+assert replayed == [decided[i % 3] for i in range(len(replayed))], replayed
+print(len(levels), len(replayed))
+"""
+    engine = ENGINE.replace("*flags], {})", "*flags], os.environ)").replace(
+        "import logging, sys", "import logging, os, sys"
+    )
+    mps = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path), "WINDROW_STANDIN_MPS": "1"}
+    said = shim.run(engine + code, model, computes=True, **mps).splitlines()[-1]
+    n_levels, steps = map(int, said.split())
+    assert n_levels >= 3
+    assert steps >= 3

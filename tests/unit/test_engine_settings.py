@@ -110,3 +110,18 @@ def test_every_protection_is_on_unless_it_is_named(tmp_path):
     assert parse(tmp_path, *named).harvest_without == set(get_args(Protection))
     with pytest.raises(SystemExit):
         parse(tmp_path, "--harvest-without=everything")
+
+
+def test_decode_of_a_gpu_is_confined_by_its_graphs_and_elsewhere_that_is_refused(tmp_path):
+    green = {"WINDROW_DECODE_PARTITION": "green"}
+    assert parse(tmp_path, "--device", "cuda").decode_partition == "none"
+    assert parse(tmp_path, "--device", "cuda", **green).decode_partition == "green"
+    for argv, field in (
+        ([], "--device"),
+        (["--device", "cuda", "--decode-step", "gathered"], "--decode-step"),
+    ):
+        with pytest.raises(UserError, match="Unset WINDROW_DECODE_PARTITION") as refused:
+            parse(tmp_path, *argv, **green)
+        assert refused.value.field == field
+    with pytest.raises(UserError, match="none or green"):
+        parse(tmp_path, "--device", "cuda", WINDROW_DECODE_PARTITION="pdmux")

@@ -6,8 +6,9 @@ import pytest
 
 from windrow import sglang
 from windrow.errors import UserError
+from windrow_sidecar.compute.sharing import ENV_PARTITION
 from windrow_sidecar.engines.sglang import compat
-from windrow_sidecar.engines.sglang.graphs import ENV_PARTITION, wanted_partition
+from windrow_sidecar.engines.sglang.graphs import wanted_partition
 
 
 def arguments(**changed):

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from windrow.conditions import Reason
+from windrow.errors import UserError
 from windrow.rundir import ENV_SHARING
 from windrow_sidecar import _core
 
 # `none`: decode runs on every SM and only the worker is capped. `green`: decode runs on the
 # complement of the worker's share.
 DecodePartition = Literal["none", "green"]
+ENV_PARTITION = "WINDROW_DECODE_PARTITION"  # "none" (the default) or "green"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,16 @@ def find_mps_lack(driver: str, environ: Mapping[str, str]) -> Lack | None:
             "(another user, another GPU, or too many clients; its log says which)",
         )
     return None
+
+
+def asked_partition(environment: Mapping[str, str]) -> DecodePartition:
+    """Return how decode's compute is to be confined. Raises UserError for no such way."""
+    wanted = environment.get(ENV_PARTITION, "") or "none"
+    if wanted not in ("none", "green"):
+        raise UserError(
+            f"decode cannot be confined by {wanted!r}", field=ENV_PARTITION, remedy="none or green."
+        )
+    return cast("DecodePartition", wanted)
 
 
 def told_lack(lack: Lack) -> str:

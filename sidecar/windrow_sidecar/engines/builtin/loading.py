@@ -34,6 +34,7 @@ from windrow_sidecar.engines.builtin.step.decoder import Decoder
 from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
 from windrow_sidecar.engines.builtin.step.paged_attention import PagedAttention, TorchPagedAttention
 from windrow_sidecar.engines.builtin.step.static_step import StaticDecode
+from windrow_sidecar.engines.confined import GraphShares
 from windrow_sidecar.engines.device import EngineDevice, require_room
 from windrow_sidecar.engines.hook import FailClosed, NullHook
 from windrow_sidecar.engines.weight_files import SERVED_FIELD, unread_note
@@ -133,7 +134,7 @@ def load(
             reserve_tokens=settings.reserve_tokens,
         ),
         model=model,
-        decoder=make_decoder(settings, model, device.units),
+        decoder=make_decoder(settings, model, device.units, _graph_shares(device)),
         cache=cache,
         arena=arena,
         partition=device.partition,
@@ -158,7 +159,13 @@ def export_weights(
     write_manifest(run_dir.weights_manifest(), layout, fingerprint, ranks)
 
 
-def make_decoder(settings: EngineSettings, model: LlamaModel, units: int) -> Decoder:
+def _graph_shares(device: EngineDevice) -> GraphShares | None:
+    return device.partition if isinstance(device.partition, GraphShares) else None
+
+
+def make_decoder(
+    settings: EngineSettings, model: LlamaModel, units: int, shares: GraphShares | None = None
+) -> Decoder:
     """Return the decoder that was asked for; on a GPU its graphs are captured here.
 
     Raises:
@@ -167,7 +174,7 @@ def make_decoder(settings: EngineSettings, model: LlamaModel, units: int) -> Dec
     if settings.decode_step == "gathered":
         return GatheredDecode(model)
     attention, ops = _kernels(settings.attention_backend, model, units)
-    return StaticDecode(model, attention, ops, max_running=settings.max_running)
+    return StaticDecode(model, attention, ops, max_running=settings.max_running, shares=shares)
 
 
 def _kernels(backend: str, model: LlamaModel, units: int) -> tuple[PagedAttention, LayerOps]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from windrow.crd.values import parse_duration
 from windrow.errors import UserError
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR, RunDir
+from windrow_sidecar.compute.sharing import ENV_PARTITION, DecodePartition, asked_partition
 
 if TYPE_CHECKING:
     from windrow_sidecar.engines.harvest.ablation import Protection
@@ -60,6 +61,7 @@ class EngineSettings:
     # Of the static step: "torch", "triton"; "auto" on a GPU: triton where it can launch a kernel.
     attention_backend: str = "torch"
     random_weights: int | None = None  # seed of made-up weights
+    decode_partition: DecodePartition = "none"  # of a GPU: "green" confines it to a share of SMs
     profile_only: Path | None = None  # write the profile there and end
     harvest_predictor: PredictorForm = "windrow"  # see HarvestSettings.predictor
     harvest_without: frozenset[Protection] = frozenset()  # see HarvestSettings.without
@@ -85,6 +87,7 @@ class EngineSettings:
         on_gpu = given.device != "cpu"
         host_attention = _chosen(given.attention_backend, "torch")
         arena_bytes, block_bytes = _SIZES["cuda" if on_gpu else "cpu"]
+        decode_partition = _decode_partition(given, environment)
         return cls(
             model_path=given.model_path,
             served_name=given.served_model_name or str(given.model_path),
@@ -110,6 +113,7 @@ class EngineSettings:
             attention_backend=given.attention_backend if on_gpu else host_attention,
             random_weights=given.random_weights,
             profile_only=given.profile_only,
+            decode_partition=decode_partition,
             harvest_predictor=given.harvest_predictor,
             harvest_without=frozenset(given.harvest_without),
             in_engine=given.finetune != "process",
@@ -323,6 +327,24 @@ def _check_ranks(given: argparse.Namespace) -> None:
                 remedy="Leave it out, or use --tp-size 1.",
                 reason="TensorParallelUnsupported",
             )
+
+
+def _decode_partition(given: argparse.Namespace, environment: Mapping[str, str]) -> DecodePartition:
+    """Return where decode runs. Raises UserError where this command line leaves no such way."""
+    wanted = asked_partition(environment)
+    if wanted == "none":
+        return wanted
+    for field, refused, why in (
+        ("--device", given.device == "cpu", "on cores decode is confined by CPU sets"),
+        ("--decode-step", given.decode_step == "gathered", "decode is confined by CUDA graphs"),
+    ):
+        if refused:
+            raise UserError(
+                f"{why}: {ENV_PARTITION} cannot be {wanted} here",
+                field=field,
+                remedy=f"Unset {ENV_PARTITION}.",
+            )
+    return wanted
 
 
 def _check_profile(given: argparse.Namespace, *, in_pod: bool) -> None:

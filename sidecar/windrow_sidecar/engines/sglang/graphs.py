@@ -8,19 +8,15 @@ stream is moved. A batch for which there is no graph runs on every SM.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 from windrow.errors import UserError
-from windrow_sidecar import _core
-from windrow_sidecar.compute.cuda import CudaPartition
-from windrow_sidecar.compute.partition import Side, UnknownLevel
-from windrow_sidecar.compute.sharing import DecodePartition
+from windrow_sidecar.compute.sharing import ENV_PARTITION, DecodePartition, asked_partition
+from windrow_sidecar.engines.confined import GraphShares
 from windrow_sidecar.engines.sglang.compat import GRAPHS_MODULE
-from windrow_sidecar.qos.levels import Partitioning, PartitionLevel
 
-ENV_PARTITION = "WINDROW_DECODE_PARTITION"  # "none" (the default) or "green"
 # What SGLang's runner calls for the stream on which all graphs are captured, a name of its module.
 CAPTURE_STREAM = "get_or_create_global_graph_capture_stream"
 # Attention's plans by batch size (flashinfer, fa3): a graph reads the buffers of the plan that it
@@ -31,90 +27,13 @@ _PLANS = "decode_cuda_graph_metadata"
 _SIDE_STREAM = "alt_stream"
 
 
-class GraphShares:
-    """Decode's shares of a GPU as sets of CUDA graphs (see `compute.partition.Partition`).
-
-    Args:
-        driver: "cuda:N", or a fake driver.
-        as_stream: makes torch's stream of a CUstream.
-
-    Attributes:
-        units: SMs of the share whose graphs are replayed.
-
-    Raises:
-        UserError: no GPU, or one whose driver has no green contexts.
-    """
-
-    side: Side = "decode"
-
-    def __init__(
-        self, driver: _core.Driver | str, *, as_stream: Callable[[int], Any] | None = None
-    ) -> None:
-        self._stream: Any = None
-        self._as_stream = as_stream or _torch_stream
-        # Its streams serve to capture only: work goes on where it went.
-        self._partition = CudaPartition("decode", driver, use_stream=self._keep)
-        self.units = self._partition.total_units
-
-    @property
-    def total_units(self) -> int:
-        """SMs of the device."""
-        return self._partition.total_units
-
-    def levels(self) -> tuple[int, ...]:
-        """SMs of each share, ascending; the last is every SM."""
-        return self._partition.levels()
-
-    def activate(self, level: int) -> None:
-        """Replay the graphs of that share from now on. Raises UnknownLevel."""
-        if level not in self.levels():
-            raise UnknownLevel(self.side, level, self.levels(), "SMs")
-        self.units = level
-
-    def release(self) -> None:
-        """Replay the graphs of the whole device."""
-        self.units = self.total_units
-
-    def measure(self, level: int) -> frozenset[int]:
-        """Return the SMs on which that share really runs (see `CudaPartition.measure`)."""
-        return self._partition.measure(level)
-
-    @contextmanager
-    def capturing(self, level: int) -> Iterator[Any]:
-        """Capture for that share: yields its stream (torch's, in the share's green context).
-
-        Raises:
-            NotMoved: the driver makes no such share.
-        """
-        before = self.units
-        self._partition.activate(level)
-        self.activate(level)
-        try:
-            yield self._stream
-        finally:
-            self.units = before
-
-    def _keep(self, stream: int) -> None:
-        self._stream = self._as_stream(stream)
-
-
-def _torch_stream(stream: int) -> Any:  # noqa: ANN401
-    import torch
-
-    return torch.cuda.ExternalStream(stream)  # type: ignore[no-untyped-call]
-
-
 def wanted_partition(environment: Mapping[str, str], args: Any) -> DecodePartition:  # noqa: ANN401
     """Return how decode's compute is to be confined, by the environment of an SGLang on a GPU.
 
     Raises:
         UserError: no such way, or one that this command line leaves no graphs for.
     """
-    wanted = environment.get(ENV_PARTITION, "") or "none"
-    if wanted not in ("none", "green"):
-        raise UserError(
-            f"decode cannot be confined by {wanted!r}", field=ENV_PARTITION, remedy="none or green."
-        )
+    wanted = asked_partition(environment)
     if wanted == "green" and args.device == "cpu":
         raise UserError(
             "on cores decode is confined by CPU sets, without a choice",
@@ -133,14 +52,7 @@ def wanted_partition(environment: Mapping[str, str], args: Any) -> DecodePartiti
             field="--speculative-algorithm",
             remedy=f"Leave it out, or unset {ENV_PARTITION}.",
         )
-    return cast("DecodePartition", wanted)
-
-
-def disjoint_levels(decode: GraphShares) -> Partitioning:
-    """Return the splits in which the worker has what decode's share leaves."""
-    units = decode.total_units
-    shares = [units - level for level in reversed(decode.levels())]
-    return Partitioning(units, tuple(PartitionLevel(share, units - share) for share in shares))
+    return wanted
 
 
 def runner_class(runner: type[Any], shares: GraphShares) -> type[Any]:

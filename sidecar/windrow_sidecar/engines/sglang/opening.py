@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
@@ -20,8 +20,7 @@ from windrow.errors import InvariantBroken, UserError
 from windrow.eventlog import EventLog
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, RunDir, stored_profiles
 from windrow_sidecar._core import Arena
-from windrow_sidecar.compute.cuda import CudaPartition
-from windrow_sidecar.compute.sharing import GpuCapabilities, choose_sharing
+from windrow_sidecar.engines.confined import GraphShares, confine
 from windrow_sidecar.engines.device import EngineDevice, open_cores, open_gpu
 from windrow_sidecar.engines.harvest import HarvestSettings
 from windrow_sidecar.engines.hello import engine_hello
@@ -30,11 +29,9 @@ from windrow_sidecar.engines.opening import open_harvest
 from windrow_sidecar.engines.profile import Subject
 from windrow_sidecar.engines.sglang import compat
 from windrow_sidecar.engines.sglang.adapters import SchedulerAdapters
-from windrow_sidecar.engines.sglang.graphs import GraphShares, disjoint_levels
 from windrow_sidecar.engines.sglang.harvesting import HarvestParts, SchedulerHarvest
 from windrow_sidecar.engines.sglang.learning import KeptProfile, SoloLearner
 from windrow_sidecar.engines.sglang.weights import SharedModel
-from windrow_sidecar.qos.levels import whole_levels
 
 _log = logging.getLogger(__name__)
 
@@ -211,23 +208,4 @@ def _device(driver: str, shares: GraphShares | None) -> EngineDevice:
         most = torch.get_num_threads()  # what SGLang's server was started with
         return open_cores(lambda n: torch.set_num_threads(min(n, most)), shared=True)
     gpu = open_gpu(driver)
-    sharing = gpu.sharing
-    if shares is None or sharing is None or sharing.mode != "spatial":
-        return gpu
-    sharing = choose_sharing(_measured(driver, shares))
-    if sharing.mode == "spatial":
-        return replace(gpu, partition=shares, splits=disjoint_levels(shares), sharing=sharing)
-    return replace(gpu, splits=whole_levels(gpu.units), finetune_levels=(), sharing=sharing)
-
-
-def _measured(driver: str, shares: GraphShares) -> GpuCapabilities:
-    """See on which SMs decode's smallest share and the worker's largest run; waits for both."""
-    level = shares.levels()[0]
-    worker = CudaPartition("finetune", driver, use_stream=lambda _: None)
-    return GpuCapabilities(
-        green_missing="",
-        mps_missing="",
-        decode_partition="green",
-        decode_sms=shares.measure(level),
-        finetune_sms=worker.measure(shares.total_units - level),
-    )
+    return gpu if shares is None else confine(gpu, shares)

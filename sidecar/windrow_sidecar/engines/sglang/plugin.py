@@ -26,7 +26,7 @@ from windrow_sidecar.compute.mps_start import bring_up
 if TYPE_CHECKING:
     from windrow_sidecar._core import Arena
     from windrow_sidecar.engines.claim import SlotClaim
-    from windrow_sidecar.engines.sglang.graphs import GraphShares
+    from windrow_sidecar.engines.confined import GraphShares
     from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest
     from windrow_sidecar.engines.sglang.transfers import RangeProbe
     from windrow_sidecar.engines.sglang.weights import SharedModel
@@ -255,7 +255,8 @@ class Plugin:
             return None
         from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-        from windrow_sidecar.engines.sglang.graphs import GraphShares, runner_class
+        from windrow_sidecar.engines.confined import GraphShares
+        from windrow_sidecar.engines.sglang.graphs import runner_class
 
         try:
             self.shares = self.shares or GraphShares(self.arena.driver)

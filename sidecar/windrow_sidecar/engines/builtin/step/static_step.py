@@ -11,7 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from windrow_sidecar.engines.builtin.llama.model import LlamaModel
 from windrow_sidecar.engines.builtin.scheduler import EngineRequest
 from windrow_sidecar.engines.builtin.step.paged_attention import PagedAttention
 from windrow_sidecar.engines.builtin.step.sampling import draws_of, redraw
+from windrow_sidecar.engines.confined import GraphShares
 
 _log = logging.getLogger(__name__)
 
@@ -41,13 +42,20 @@ class StaticDecode:
         attention: of the whole batch.
         ops: of the layers.
         max_running: the largest batch.
+        shares: of decode's, for each of which there are graphs of their own; None: every SM.
 
     Attributes:
         captures: what the graphs took; None on the host.
     """
 
     def __init__(
-        self, model: LlamaModel, attention: PagedAttention, ops: LayerOps, *, max_running: int
+        self,
+        model: LlamaModel,
+        attention: PagedAttention,
+        ops: LayerOps,
+        *,
+        max_running: int,
+        shares: GraphShares | None = None,
     ) -> None:
         self._model, self._attention, self._ops = model, attention, ops
         self.buckets = batch_buckets(max_running)
@@ -60,7 +68,7 @@ class StaticDecode:
         self.captures: Captures | None = None
         if device.type == "cuda":
             columns = attention.columns(model.cache.pages_for(model.cache.max_tokens))
-            self._runner = GraphRunner(lambda bucket: self._compute(bucket, columns))
+            self._runner = GraphRunner(lambda bucket: self._compute(bucket, columns), shares)
             self.captures = self._runner.capture(self.buckets)
             self._read_back = torch.empty(largest, dtype=torch.int64, pin_memory=True)
 
@@ -212,31 +220,29 @@ class GraphRunner:
     Args:
         compute: launches the pass; makes no decision on the host that a replay would have to make
             again, and waits for nothing.
+        shares: of the SMs; a graph runs on the share on whose stream it was captured. None: one set
+            of graphs is for every SM.
     """
 
-    def __init__(self, compute: Callable[[int], None]) -> None:
-        self._compute = compute
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+    def __init__(self, compute: Callable[[int], None], shares: GraphShares | None = None) -> None:
+        self._compute, self._shares = compute, shares
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by share and bucket
+        self._pool: Any = None
 
     @torch.inference_mode()
     def capture(self, buckets: Sequence[int]) -> Captures:
-        """Make a graph for each bucket, the largest first: the others fit into its memory."""
+        """Make a graph for each bucket, the largest first: the others fit into its memory.
+
+        With shares, for each of them, the whole device's first.
+        """
         began_s = time.monotonic()
         free_before = torch.cuda.mem_get_info()[0]
-        pool = None
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        for bucket in sorted(buckets, reverse=True):
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(_WARM_UPS):
-                    self._compute(bucket)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may take memory meanwhile: with `global` that would end the capture.
-            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-                self._compute(bucket)
-            pool = pool or graph.pool()
-            self._graphs[bucket] = graph
+        if self._shares is None:
+            self._capture_on(torch.cuda.Stream(), buckets, 0)  # type: ignore[no-untyped-call]
+        else:
+            for units in reversed(self._shares.levels()):
+                with self._shares.capturing(units) as stream:
+                    self._capture_on(stream, buckets, units)
         torch.cuda.synchronize()
         made = Captures(
             graphs=len(self._graphs),
@@ -251,6 +257,23 @@ class GraphRunner:
         )
         return made
 
+    def _capture_on(self, side: torch.cuda.Stream, buckets: Sequence[int], units: int) -> None:
+        for bucket in sorted(buckets, reverse=True):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UPS):
+                    self._compute(bucket)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may take memory meanwhile: with `global` that would end the capture.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
+            ):
+                self._compute(bucket)
+            self._pool = self._pool or graph.pool()  # one graph runs at a time, of all shares
+            self._graphs[units, bucket] = graph
+
     def replay(self, bucket: int) -> None:
-        """Launch a captured pass on the current stream."""
-        self._graphs[bucket].replay()
+        """Launch a captured pass, of the share in use, on the current stream."""
+        units = 0 if self._shares is None else self._shares.units
+        self._graphs[units, bucket].replay()
