@@ -105,6 +105,58 @@ def test_what_is_not_the_jobs_adapter_leaves_nothing(tmp_path, cache, how, said)
     assert names(cache) == set()
 
 
+class Swapping:
+    """An adapter's files; somebody swaps a folder of the cache as they are opened."""
+
+    def __init__(self, files: AdapterSource, swap) -> None:
+        self._files, self._swap, self.place = files, swap, files.place
+
+    def open(self, name: str):
+        self._swap(name)
+        return self._files.open(name)
+
+
+@pytest.mark.parametrize("at", [CONFIG_FILE, WEIGHTS_FILE])
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_an_adapter_is_copied_through_no_link_that_is_put_into_the_cache(tmp_path, cache, at, what):
+    """Who writes to the volume sees the draft, and could have it lead to another's adapter."""
+    digest = adapter(tmp_path / "a")
+    theirs = adapter(tmp_path / "theirs", 7.0)
+
+    def swap(name):
+        (draft,) = cache.glob(".draft-*")
+        if name == at and what == "folder" and not draft.is_symlink():
+            draft.rename(tmp_path / "moved")
+            draft.symlink_to(tmp_path / "theirs")
+        elif name == at and what == "file":
+            (draft / name).symlink_to(tmp_path / "theirs" / name)
+
+    with pytest.raises((UserError, OSError)):
+        AdapterCache(cache, 10**6).store(Swapping(source_of(tmp_path / "a"), swap), digest, ())
+    assert digest_of_folder(tmp_path / "theirs") == theirs
+    assert digest not in names(cache)
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "terabytes"])
+def test_what_was_put_in_the_place_of_a_copy_holds_nobody_up(tmp_path, cache, what):
+    digest = adapter(tmp_path / "a")
+    if what == "link":
+        (cache / digest).symlink_to(tmp_path / "a")
+    else:
+        adapter(cache / digest)
+        (cache / digest / WEIGHTS_FILE).unlink()
+    if what == "pipe":
+        os.mkfifo(cache / digest / WEIGHTS_FILE)
+    elif what == "terabytes":
+        with (cache / digest / WEIGHTS_FILE).open("wb") as file:
+            file.truncate(1 << 42)
+    AdapterCache(cache, 10**6).store(source_of(tmp_path / "a"), digest, ())
+    assert not (cache / digest).is_symlink()
+    assert digest_of_folder(cache / digest) == digest
+    assert names(cache) == {digest}
+    assert names(tmp_path / "a") == {CONFIG_FILE, WEIGHTS_FILE}
+
+
 def test_a_digest_is_no_path(tmp_path, cache):
     adapter(tmp_path / "a")
     with pytest.raises(UserError, match="is not a digest"):

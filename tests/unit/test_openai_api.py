@@ -400,7 +400,9 @@ async def test_an_upload_that_comes_byte_by_byte_is_ended():
     assert refused.value.status == 408
 
 
-@pytest.mark.parametrize("written", ["[" * 100_000, "[]", '{"method": {"a": 1}}', "null"])
+@pytest.mark.parametrize(
+    "written", ["[" * 100_000, "[]", '{"method": {"a": 1}}', "null", '{"metadata": [1]}']
+)
 def test_what_others_write_into_a_jobs_annotation_breaks_no_listing(written):
     meta = {"annotations": {"windrow.dev/api-request": written}}
     assert jobs.request_of({"metadata": meta}) == {}
@@ -425,6 +427,11 @@ def test_lines_of_figures_that_are_none_are_left_out():
         b'{"step": 2, "loss": "x", "eval_loss": 1}',
         b'{"step": 3, "loss": 1, "unix_seconds": "now"}',
         b"[" * 100_000,
+        b'{"step": 4, "loss": 1, "stage": []}',
+        b'{"step": 5, "loss": 1, "unix_seconds": 1e999}',
+        b'{"step": 6, "loss": NaN}',
+        b'{"step": 7, "loss": 1%s}' % (b"0" * 400),
+        b'{"step": 1%s, "loss": 1}' % (b"0" * 400),
     ]
     assert [line["step"] for line in jobs.losses_of(b"\n".join(lines))] == [1]
 
@@ -447,6 +454,9 @@ def test_the_order_of_an_uploads_parts_does_not_matter(endpoint, blue, tmp_path)
         return answer.status, found
 
     file = ("file", '; filename="rows.jsonl"', ROWS)
+    again = sent(*[("purpose", "", b"fine-tune")] * 2, file)
+    assert again[0] == 400  # each may take its time, and there could be thousands
+    assert "sent twice" in again[1]["error"]["message"]
     status, found = sent(file, ("purpose", "", b"fine-tune"))
     assert (status, found["bytes"]) == (200, len(ROWS))
     blue.files.delete(found["id"])

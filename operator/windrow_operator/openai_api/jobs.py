@@ -7,6 +7,7 @@ server holds all that is known of a job.
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from collections.abc import Iterable, Mapping
@@ -154,6 +155,8 @@ def request_of(body: Body) -> dict[str, Any]:
     texts = ("model", "method", "training_file", "validation_file")
     if not isinstance(found, dict) or not all(isinstance(found.get(n, ""), str) for n in texts):
         return {}
+    if not isinstance(found.get("metadata") or {}, dict):
+        return {}
     return found
 
 
@@ -208,6 +211,14 @@ def unix(text: str | None) -> int | None:
     return int(datetime.fromisoformat(text).timestamp()) if text else None
 
 
+def _unix_of_annotation(text: str | None) -> int | None:
+    """Return a time that anybody who may change the job can have written; None: it is not one."""
+    try:
+        return unix(text)
+    except (ValueError, OverflowError):
+        return None
+
+
 def results_id(body: Body) -> str:
     """Return the id of the file with the losses of a job's steps."""
     return f"file-results.{body['metadata']['name']}"
@@ -231,7 +242,7 @@ def job_object(body: Body, now: datetime) -> dict[str, Any]:
     estimate = int(now.timestamp() + job.eta_s) if job.eta_s and state == "running" else None
     finished = unix(status.get("completionTime"))
     if state == "cancelled":
-        finished = unix(body["metadata"]["annotations"].get(CANCELLED))
+        finished = _unix_of_annotation(body["metadata"]["annotations"].get(CANCELLED))
     return {
         "id": id_of(body),
         "object": "fine_tuning.job",
@@ -366,10 +377,19 @@ def losses_of(text: bytes) -> list[dict[str, Any]]:
         if not isinstance(figures, dict) or not isinstance(figures.get("step"), int):
             continue
         values = [figures[name] for name in ("loss", "eval_loss") if figures.get(name) is not None]
-        at = figures.get("unix_seconds") or 0
-        if values and all(isinstance(value, int | float) for value in (*values, at)):
+        numbers = (figures["step"], figures.get("unix_seconds") or 0, *values)
+        stage = figures.get("stage", "")
+        if values and isinstance(stage, str) and all(map(_is_number, numbers)):
             found[(figures["step"], "eval_loss" in figures, figures.get("stage"))] = figures
     return list(found.values())
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is one that an answer can hold: Python's JSON reads others as well."""
+    try:
+        return isinstance(value, int | float) and math.isfinite(float(value))
+    except OverflowError:  # an integer of hundreds of digits
+        return False
 
 
 def results_csv(losses: Iterable[Body]) -> str:

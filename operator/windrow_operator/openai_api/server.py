@@ -206,6 +206,7 @@ class OpenAIServer:
             reader: Any = await request.multipart()
             while (part := await _in_time(reader.next())) is not None:
                 if _name_of(part) == "purpose":
+                    _check_first(purpose)
                     purpose = await _in_time(_short(part))
                     _check_purpose(purpose)
                 else:
@@ -542,6 +543,12 @@ async def _short(part: BodyPartReader) -> str:
     if not part.at_eof() and await part.read_chunk(1):
         raise invalid("purpose", "is too long", f"Write {PURPOSE}.")
     return found.decode(errors="replace")
+
+
+def _check_first(purpose: str | None) -> None:
+    """Refuse a second field: each may take its time, and there could be thousands."""
+    if purpose is not None:
+        raise invalid("purpose", "is sent twice", "Send it once.")
 
 
 def _check_purpose(purpose: str | None) -> None:

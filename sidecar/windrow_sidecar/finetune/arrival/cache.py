@@ -8,9 +8,11 @@ one that was asked for longest ago first.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Collection, Iterator
@@ -23,11 +25,12 @@ from windrow.adapter_files import (
     SERVED_FILES,
     WEIGHTS_FILE,
     digest_of,
-    digest_of_folder,
     is_digest,
+    sum_of,
 )
 from windrow.conditions import Reason
 from windrow.errors import UserError
+from windrow.outputs import HELD_DIRECTORIES
 
 _MOST_CONFIG_BYTES: Final = 2**20
 _MOST_HEADER_BYTES: Final = 8 * 2**20  # of thousands of tensors; it is parsed as a whole
@@ -60,14 +63,35 @@ class AdapterCache:
     def has(self, digest: str) -> bool:
         """Return whether a whole copy is there; one that was damaged is removed."""
         copy = self._folder / digest
-        if not copy.is_dir():
-            return False
-        with contextlib.suppress(OSError):
-            if digest_of_folder(copy) == digest:
-                os.utime(copy)  # it is used
-                return True
+        try:
+            with _opened(copy) as held:
+                if self._digest_of(held) == digest:
+                    os.utime(held)  # it is used
+                    return True
+        except FileNotFoundError:
+            if not copy.is_symlink():
+                return False
+        except OSError:
+            pass
         self._remove(copy)
         return False
+
+    def _digest_of(self, copy: Path) -> str:
+        """Return the digest of a copy; "": its files cannot be those of one.
+
+        Raises:
+            OSError: one is missing, or is a link.
+        """
+        sums = {}
+        for name in SERVED_FILES:
+            # Who writes to the volume may have put a pipe there, or a file of terabytes.
+            found = os.open(copy / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with os.fdopen(found, "rb") as file:
+                about = os.fstat(found)
+                if not stat.S_ISREG(about.st_mode) or about.st_size > self._most_bytes:
+                    return ""
+                sums[name] = sum_of(file)
+        return digest_of(sums)
 
     def forget(self, digest: str) -> None:
         """Remove a copy, if it is there: SGLang would load it again by a name that it has kept."""
@@ -91,7 +115,7 @@ class AdapterCache:
         self._remove_stale()
         if self.has(digest):
             return
-        with self._draft() as draft:
+        with self._draft() as (name_of_draft, draft):
             room = self._most_bytes - self._bytes_of(set(keep) - {digest})
             sums, taken = {}, 0
             for name in SERVED_FILES:
@@ -108,16 +132,28 @@ class AdapterCache:
             _check_weights(draft / WEIGHTS_FILE, source.place)
             self._make_room(taken, {*keep, digest})
             draft.chmod(0o755)
-            with contextlib.suppress(FileExistsError):
+            copy = self._folder / digest
+            try:
+                name_of_draft.rename(copy)
+            except OSError as error:
                 # Another pod on the volume may have been first; its copy has the same digest.
-                draft.rename(self._folder / digest)
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+                return
+            if not os.path.samestat(os.lstat(copy), draft.stat()):
+                self._remove(copy)
+                raise _refusal(
+                    "what was copied was exchanged meanwhile", "Look who writes to the volume."
+                )
 
     @contextmanager
-    def _draft(self) -> Iterator[Path]:
+    def _draft(self) -> Iterator[tuple[Path, Path]]:
+        """Yield a draft's name, and a path that stays the same folder whatever has its name."""
         draft = self._folder / f"{_DRAFT}{uuid.uuid4().hex}"
         draft.mkdir()
         try:
-            yield draft
+            with _opened(draft) as held:
+                yield draft, held
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -144,6 +180,8 @@ class AdapterCache:
         gone = self._folder / f"{_DRAFT}{uuid.uuid4().hex}"
         with contextlib.suppress(FileNotFoundError):
             copy.rename(gone)
+            if gone.is_symlink() or not gone.is_dir():
+                gone.unlink()
             shutil.rmtree(gone, ignore_errors=True)
 
     def _remove_stale(self) -> None:
@@ -151,6 +189,20 @@ class AdapterCache:
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
                     shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[Path]:
+    """Yield a path that stays the same folder whatever has its name meanwhile.
+
+    Raises:
+        OSError: it is not a folder, or a link.
+    """
+    found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield Path(HELD_DIRECTORIES, str(found))
+    finally:
+        os.close(found)
 
 
 def _size(copy: Path) -> int:
@@ -164,7 +216,8 @@ def _copy(source: AdapterFiles, name: str, target: Path, most_bytes: int) -> tup
     import hashlib
 
     found, size = hashlib.sha256(), 0
-    with source.open(name) as file, target.open("wb") as written:
+    made = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with source.open(name) as file, os.fdopen(os.open(target, made, 0o644), "wb") as written:
         while piece := file.read(_PIECE_BYTES):
             size += len(piece)
             if size > most_bytes:
@@ -178,7 +231,7 @@ def _copy(source: AdapterFiles, name: str, target: Path, most_bytes: int) -> tup
             written.write(piece)
         written.flush()
         os.fsync(written.fileno())
-    target.chmod(0o644)
+        os.fchmod(written.fileno(), 0o644)
     return found.hexdigest(), size
 
 
