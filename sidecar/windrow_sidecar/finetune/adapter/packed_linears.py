@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +111,7 @@ class PackedLinears:
 
     Attributes:
         joining: computes the product where others need the same weight; None: nobody does.
+        pack_b: writes `b` in one launch; None: each parameter is copied to its place.
     """
 
     def __init__(
@@ -118,6 +119,8 @@ class PackedLinears:
     ) -> None:
         self.projections = tuple(projections)
         self._name, self._tensors = name, tensors
+        self._learns = tuple(parameter for p in self.projections for parameter in p.learns)
+        self.pack_b: Callable[[], None] | None = None
         self.joining: Joining | None = None
         self._seen: tuple[int, ...] = ()
         self._parts: tuple[_Part, ...] = ()
@@ -127,6 +130,7 @@ class PackedLinears:
         self._scale = scales.pop() if len(scales) == 1 else 1.0
         self._scales: Tensor | None = None  # of each column of u, where they differ
         self._differ = bool(scales)
+        self._places: Tensor | None = None
 
     @property
     def parts(self) -> int:
@@ -136,25 +140,53 @@ class PackedLinears:
     @property
     def learns(self) -> tuple[nn.Parameter, ...]:
         """Parameters that get a gradient."""
-        return tuple(parameter for p in self.projections for parameter in p.learns)
+        return self._learns
+
+    @property
+    def inputs(self) -> int:
+        """Units of the input."""
+        return int(self.projections[0].weight.shape[1])
+
+    @property
+    def outputs(self) -> int:
+        """Units of all outputs."""
+        return sum(p.weight.shape[0] for p in self.projections)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all adapters: columns of `Made.u`."""
+        return sum(p.a.shape[0] for p in self.projections if p.a is not None)
+
+    @property
+    def refused_alone(self) -> str:
+        """Why the group is not one product with plain adapters of one scale; "" if it is."""
+        if len(self._parts) != 1:
+            return "is not one matrix"
+        if self._parts[0].is_decomposed:
+            return "has magnitudes"
+        if not self.ranks:
+            return "has no adapter"
+        if self._differ:
+            return "has adapters of several scales"
+        if len({parameter.dtype for parameter in self.learns}) != 1:
+            return "has adapters of several types"
+        return ""
+
+    def look(self) -> tuple[int, ...]:
+        """Return what changes when the adapter or the place of a weight does."""
+        seen = [projection.weight.data_ptr() for projection in self.projections]
+        for parameter in self._learns:
+            seen += (parameter.data_ptr(), parameter._version)
+        return tuple(seen)
 
     def refresh(self) -> None:
         """Make the packed copies, if the adapter or the place of a weight has changed."""
-        seen: list[int] = []
-        for projection in self.projections:
-            seen.append(projection.weight.data_ptr())
-            for parameter in projection.learns:
-                seen += (parameter.data_ptr(), parameter._version)
-        now = tuple(seen)
-        if now != self._seen:
-            with torch.no_grad():
-                self._pack()
-            self._seen = now
+        refresh((self,))
 
     def release(self) -> None:
         """Forget the packed copies."""
         self._seen, self._parts = (), ()
-        self._a = self._nothing = self._scales = None
+        self._a = self._nothing = self._scales = self._places = None
         for name in [name for name in self._tensors if name.startswith(f"{self._name}.")]:
             del self._tensors[name]
 
@@ -256,6 +288,86 @@ class PackedLinears:
                 _add(projection.a, _wide(v[:, columns].t(), x, projection.a.dtype))
         return None if d_x is None else d_x.addmm_(v, self._a)
 
+    # Of a group that `refused_alone` has nothing against, in steps for kernels that join them.
+
+    @property
+    def scale(self) -> float:
+        """By which u and v are multiplied."""
+        return self._scale
+
+    @property
+    def a(self) -> Tensor:
+        """All A matrices, [ranks, in], one below the other; packed copies."""
+        assert self._a is not None
+        return self._a
+
+    @property
+    def b(self) -> Tensor:
+        """All B matrices, [out, ranks]: each in its projection's rows and its adapter's columns."""
+        return self._parts[0].own["b"]
+
+    @property
+    def weight(self) -> Tensor:
+        """The base's weights, [out, in]."""
+        return self._parts[0].weight
+
+    def down(self, x: Tensor) -> Tensor:
+        """Return `Made.u`, [tokens, ranks], of an input, [tokens, in]."""
+        return self._down(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return the base's output, [tokens, out], in new memory, of an input, [tokens, in]."""
+        part, joined = self._parts[0], self._joined(x)
+        bias = part.own.get("bias")
+        if joined is None:
+            return functional.linear(x, part.weight, bias)
+        return joined if bias is None else joined + bias
+
+    def lift(self, d: Tensor) -> Tensor:
+        """Return the scaled gradient at all ranks, [tokens, ranks], of the output's gradient."""
+        assert self._nothing is not None
+        return torch.addmm(self._nothing, d, self.b, beta=0, alpha=self._scale)
+
+    @property
+    def places(self) -> Tensor:
+        """Where B's gradients are in `room_for_gradients`: int32 [3, out].
+
+        Of each output the place of its rank 0, and from which rank of all to which it has some.
+        """
+        if self._places is None:
+            found = torch.zeros(3, self.outputs, dtype=torch.int32)
+            part, at = self._parts[0], self.ranks * self.inputs
+            for projection, rows, columns in _adapted(part):
+                assert projection.b is not None
+                rank = columns.stop - columns.start
+                out = torch.arange(rows.stop - rows.start, dtype=torch.int32)
+                found[0, rows] = at + out * rank - columns.start
+                found[1, rows], found[2, rows] = columns.start, columns.stop
+                at += projection.b.numel()
+            self._places = found.to(part.weight.device)
+        return self._places
+
+    @property
+    def in_a_row(self) -> tuple[nn.Parameter, ...]:
+        """Parameters in the order of their gradients in one memory: each A, then each B."""
+        adapted = [(p.a, p.b) for p in self.projections if p.a is not None and p.b is not None]
+        return tuple(a for a, _ in adapted) + tuple(b for _, b in adapted)
+
+    def add_gradients(self, x: Tensor, v: Tensor, d: Tensor, u: Tensor) -> None:
+        """Add the gradients of all A and B.
+
+        Args:
+            x: the input, [tokens, in].
+            v: the gradient at all ranks (`lift`), [tokens, ranks].
+            d: that of the output, [tokens, out].
+            u: the input at all ranks (`down`), [tokens, ranks].
+        """
+        for projection, rows, columns in _adapted(self._parts[0]):
+            assert projection.a is not None
+            assert projection.b is not None
+            _add(projection.a, _wide(v[:, columns].t(), x, projection.a.dtype))
+            _add(projection.b, _wide(d[:, rows].t(), u[:, columns], projection.b.dtype))
+
     def _joined(self, x: Tensor) -> Tensor | None:
         # What a recording runs with (`recompute.recording`) is no tensor that could be computed.
         if self.joining is None or len(self._parts) != 1 or type(x) is not Tensor:
@@ -280,21 +392,27 @@ class PackedLinears:
             total = (d[:, rows].to(wide) * before[:, rows].to(wide)).sum(0)
             _add(projection.magnitude, total / part.own["norm"][rows])
 
-    def _pack(self) -> None:
+    def _to_copy(self) -> list[tuple[Tensor, Tensor]]:
+        """Return what the adapter's parameters are copied to, and the parameters; lay out first."""
         if not self._parts or any(
             not _holds(part.weight, part.projections) for part in self._parts
         ):
             self.release()
             self._lay_out()
-        sources, rooms = [], []
+        found: list[tuple[Tensor, Tensor]] = []
         for part in self._parts:
             for projection, rows, columns in _adapted(part):
-                assert self._a is not None
+                assert projection.a is not None
+                assert projection.b is not None
                 in_part = slice(columns.start - part.of_u.start, columns.stop - part.of_u.start)
-                sources += [cast("Tensor", projection.a), cast("Tensor", projection.b)]
-                rooms += [self._a[columns], part.own["b"][rows, in_part]]
-        if sources:
-            torch._foreach_copy_(rooms, [source.detach() for source in sources])
+                found.append((self.a[columns], projection.a.detach()))
+                if self.pack_b is None or len(part.projections) == 1:
+                    found.append((part.own["b"][rows, in_part], projection.b.detach()))
+        return found
+
+    def _finish(self) -> None:
+        if self.pack_b is not None and len(self._parts[0].projections) > 1:
+            self.pack_b()
         for part in self._parts:
             if not part.is_decomposed:
                 continue
@@ -356,6 +474,22 @@ class PackedLinears:
 
     def _enter(self, name: str, tensor: Tensor) -> None:
         self._tensors[f"{self._name}.{name}"] = tensor
+
+
+def refresh(groups: Sequence[PackedLinears]) -> None:
+    """Make the packed copies of all groups whose adapter or weights' place has changed.
+
+    In one call for all of them: a GPU takes up to 64 tensors a launch.
+    """
+    now = [(group, seen) for group in groups if (seen := group.look()) != group._seen]
+    with torch.no_grad():
+        copies = [pair for group, _ in now for pair in group._to_copy()]
+        if copies:
+            rooms, sources = zip(*copies, strict=True)
+            torch._foreach_copy_(list(rooms), list(sources))
+        for group, seen in now:
+            group._finish()
+            group._seen = seen
 
 
 def one_matrix(weights: Sequence[Tensor]) -> Tensor | None:

@@ -60,7 +60,7 @@ def unfold(order: Order, at: GroupProgress, sizing: TaskletSizing = _WHOLE) -> I
     """Yield the tasklets that an order runs from here on, one layer each."""
     at = at.copy()
     while (tasklet := order(at, sizing)) is not None:
-        at.advance(tasklet)
+        at.note(tasklet)
         yield tasklet
 
 
@@ -81,7 +81,8 @@ def listing(order: Order, at: GroupProgress, sizing: TaskletSizing) -> Iterator[
     """Yield the tasklets that `next_of` returns from here on, if nothing changes meanwhile."""
     at = at.copy()
     while (tasklet := next_of(order, at, sizing)) is not None:
-        at.advance(tasklet)
+        for part in tasklet.each_layer():
+            at.note(part)  # an order names what may run; what runs is checked before it does
         yield tasklet
 
 
