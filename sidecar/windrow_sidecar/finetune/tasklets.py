@@ -47,7 +47,7 @@ class MicroBatch:
     packed: bool = False
 
     def __hash__(self) -> int:
-        """Of what tells micro-batches apart: progress is looked up by it thirty times a tasklet."""
+        """Hash what tells micro-batches apart: a tasklet looks one up thirty times."""
         return hash((self.step, self.rows))
 
     @property

@@ -67,7 +67,7 @@ class Kernel:
 
         Args:
             grid: programs.
-            tensors: its first arguments.
+            tensors: its first arguments, [...] each.
             rest: those behind them.
         """
         address = 0
@@ -207,7 +207,7 @@ class FusedLayer:
         return ""
 
     def runs(self, hidden: Tensor) -> bool:
-        """Return whether it may run now: not for stand-ins of tensors, or with weights apart."""
+        """Return whether it may run on [..., units]: not on stand-ins, or with weights apart."""
         layer = self._layer
         return type(hidden) is Tensor and layer.qkv.parts == 1 and layer.gate_up.parts == 1
 

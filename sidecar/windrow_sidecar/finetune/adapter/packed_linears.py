@@ -159,7 +159,7 @@ class PackedLinears:
 
     @property
     def refused_alone(self) -> str:
-        """Why the group is not one product with plain adapters of one scale; "" if it is."""
+        """Reason why the group is not one product with plain adapters of one scale; "" if it is."""
         if len(self._parts) != 1:
             return "is not one matrix"
         if self._parts[0].is_decomposed:
@@ -292,7 +292,7 @@ class PackedLinears:
 
     @property
     def scale(self) -> float:
-        """By which u and v are multiplied."""
+        """Factor of u and v."""
         return self._scale
 
     @property
@@ -330,7 +330,7 @@ class PackedLinears:
 
     @property
     def places(self) -> Tensor:
-        """Where B's gradients are in `room_for_gradients`: int32 [3, out].
+        """Places of B's gradients in the memory of all (`in_a_row`): int32 [3, out].
 
         Of each output the place of its rank 0, and from which rank of all to which it has some.
         """
