@@ -260,8 +260,8 @@ def test_a_time_to_first_token_is_kept_where_decode_computes_prompts(partition):
     _, kept = simulate(build(replace(load, ttft_ms=400.0)))
     assert alone.ttft_p99_ms < 200
     assert kept.ttft_p99_ms < 1.2 * 400
-    # at most one as long as the objective. With one the worker pauses only as far as it asks.
-    # at most one as long as the objective. With one the worker pauses only as far as that asks.
+    # Without an objective the worker pauses for each prompt, which then waits for the step that
+    # runs: at most one as long as the objective. With one it pauses only as far as that asks.
     assert beside.ttft_p99_ms < alone.ttft_p99_ms + 20
     assert kept.eta > beside.eta > 0.8 * kept.eta
     assert kept.over < 0.01
