@@ -11,14 +11,14 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from windrow.errors import UserError
 from windrow_sidecar.compute.host_device import HostCopies
+from windrow_sidecar.engines.streaming.copying import Copier, RateLimit
+from windrow_sidecar.engines.streaming.tensor_files import OpenFiles, stored_tensors
 from windrow_sidecar.finetune.engine.sizing import WholeRows, Windows
 from windrow_sidecar.finetune.model.around import InTurn
 from windrow_sidecar.finetune.model.loading import load_base
 from windrow_sidecar.finetune.model.structure import find_layers
 from windrow_sidecar.finetune.model.windowed import CannotWindow, load_windowed
-from windrow_sidecar.finetune.offload.copying import Copier, RateLimit
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
-from windrow_sidecar.finetune.offload.tensor_files import OpenFiles, stored_tensors
 from windrow_sidecar.finetune.recompute.checkpointed_layers import ALL, PlannedLayers
 from windrow_sidecar.testing.models import save_random_llama
 from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal, tiny_job
@@ -249,7 +249,7 @@ class _Slow(HostCopies):
 def test_a_device_that_queues_is_fed_from_pinned_copies_and_learns_the_same(
     checkpoint, windowed, monkeypatch, pinned
 ):
-    monkeypatch.setattr("windrow_sidecar.finetune.offload.copying.PIECE_BYTES_ON_GPU", 256)
+    monkeypatch.setattr("windrow_sidecar.engines.streaming.copying.PIECE_BYTES_ON_GPU", 256)
     expected = trained(tiny_job(steps=2, base=whole(checkpoint)))
     device = Queueing()
     copier = Copier(device=device, pinned_bytes=pinned)

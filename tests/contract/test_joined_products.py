@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import copy
-import gc
 
 import pytest
 import torch
-from torch.utils.dlpack import from_dlpack
+from support.held_decode import Decode
 from transformers import AutoModelForCausalLM
 
-from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.engines.builtin.joined_profile import profile_joined
-from windrow_sidecar.engines.builtin.kv.kvcache import KvCache, SequenceKv
-from windrow_sidecar.engines.builtin.kv.kvplaces import KvPlaces
-from windrow_sidecar.engines.builtin.llama.config import read_config
-from windrow_sidecar.engines.builtin.llama.model import LlamaModel
 from windrow_sidecar.engines.builtin.llama.riding import Product
-from windrow_sidecar.engines.builtin.llama.weights import load_weights, plan_layout
-from windrow_sidecar.engines.builtin.scheduler import EngineRequest
-from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
-from windrow_sidecar.engines.builtin.web.messages import Submit
 from windrow_sidecar.finetune.engine.orders import token_major
 from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.finetune.in_engine.joined_products import RiderSeat, join_products
@@ -41,7 +31,6 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.equality]
 
 WHOLE = Cut(program="packed")
 WINDOWS = Cut(Windows(7), token_major, program="packed")
-CONTEXTS = (3, 17, 40, 64)  # tokens of each request; one ends with its page
 DORA = {"lora": {"rank": 4, "alpha": 8, "useDora": True}}
 
 
@@ -50,61 +39,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     save_random_llama(folder)
     return folder
-
-
-class Decode:
-    """Hold requests of the built-in engine in the middle of their answers."""
-
-    def __init__(self, folder, dtype):
-        self.config = config = read_config(folder)
-        layout = plan_layout(config, dtype)
-        storage = torch.zeros(layout.n_bytes, dtype=torch.uint8)
-        load_weights(folder, layout, storage)
-        size = dtype.itemsize
-        self.arena = Arena.create(
-            Geometry(
-                layers=config.layers,
-                kv_heads=config.kv_heads,
-                head_dim=config.head_dim,
-                dtype_bytes=size,
-                block_bytes=64 * config.kv_width * size,
-                chunks=8,
-                layout="per-layer",
-            ),
-            reserved_chunks=0,
-            driver="host",
-        )
-        kv = from_dlpack(self.arena.tensor(0, self.arena.geometry.arena_bytes)).view(dtype)
-        self.cache = KvCache(kv, config, KvPlaces.of(self.arena), page_size=16, max_tokens=128)
-        self.model = LlamaModel(config, layout, storage, self.cache)
-        self.decoder = GatheredDecode(self.model)
-        self.batch, pages = [], iter(range(32))
-        for n, tokens in enumerate(CONTEXTS):
-            held = SequenceKv()
-            self.cache.extend(held, [next(pages) for _ in range(self.cache.pages_for(tokens + 1))])
-            prompt = torch.arange(tokens + 1).mul(7).add(n).remainder(256).tolist()
-            with torch.inference_mode():
-                self.model.prefill(prompt[:-1], held)
-            submit = Submit(n, "", tuple(prompt), 1, 0.0, 1.0, 0, frozenset(), False, 0)
-            self.batch.append(EngineRequest(submit, prompt, held))
-
-    def apart(self):
-        """Return the logits of the step alone; the requests are as before."""
-        with torch.inference_mode():
-            logits = self.decoder.logits(self.batch).clone()
-        for request in self.batch:
-            request.kv.n_tokens -= 1
-        return logits
-
-    def shape_of(self, layer, product):
-        of = self.model.layers[layer]
-        return (of.qkv, of.out, of.gate_up, of.down)[product].shape
-
-    def close(self):
-        arena = self.arena
-        del self.cache, self.model, self.decoder, self.batch
-        gc.collect()
-        arena.close()
 
 
 @pytest.fixture

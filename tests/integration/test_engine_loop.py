@@ -45,6 +45,7 @@ from windrow_sidecar.engines.profile import (
     host_splits,
 )
 from windrow_sidecar.qos.co_run import CoRunSample
+from windrow_sidecar.qos.deferred_passes import DeferredPasses
 from windrow_sidecar.qos.solo import SoloSample
 from windrow_sidecar.qos.view import Grant
 from windrow_sidecar.testing.models import save_random_llama
@@ -749,3 +750,84 @@ def test_a_step_is_computed_again_where_the_finetune_thread_does_not_give_it_bac
     release.set()
     thread.join(20)
     assert turns.offer()
+
+
+@pytest.fixture
+def carrying(bench):
+    """Make a bench whose passes carry finetune batches within a bound, and start their thread."""
+
+    def make(finetune, *, bound_us: int) -> tuple[Bench, threading.Thread]:
+        one = bench()
+        turns = Turns()
+        one.parts = replace(
+            one.parts,
+            turns=turns,
+            rider=one.parts.decoder,
+            deferred=DeferredPasses(bound_us),
+            clock_ns=time.monotonic_ns,
+        )
+        one.use(NullHook())
+        thread = threading.Thread(target=finetune, args=(turns,), daemon=True)
+        thread.start()
+        while one.parts.deferred.iteration_us == 0 and not turns.wants_ride:
+            time.sleep(0.001)
+        return one, thread
+
+    return make
+
+
+def test_a_pass_that_carries_a_batch_gives_every_request_the_token_of_a_step_alone(bench, carrying):
+    turns_taken: list[str] = []
+
+    def finetune(turns: Turns) -> None:
+        try:
+            turns.wants_ride = True
+            while len(turns_taken) < 6:
+                if not turns.rest(20.0):
+                    continue
+                if turns.ride is None:
+                    turns_taken.append("backward")
+                    turns.wants_ride = True
+                else:
+                    joined_by(turns.ride, 3)
+                    turns.ride.step.finish()  # the forward takes it through all layers
+                    turns_taken.append("forward")
+                    turns.wants_ride = False
+                turns.give_back()
+        finally:
+            turns.end()
+
+    one, thread = carrying(finetune, bound_us=60_000_000)
+    for number in (1, 2):
+        one.scheduler.submit(request(number, kv_arrives=True, arrived_ns=time.monotonic_ns()))
+    assert one.run_dry() == tokens_alone(bench)
+    thread.join(20)
+    assert turns_taken[:5] == ["forward", "backward", "forward", "backward", "forward"]
+    assert one.parts.deferred.iteration_us > 0
+
+
+def test_an_iteration_that_does_not_end_is_taken_back_when_a_request_reaches_its_bound(
+    bench, carrying
+):
+    rode: list[bool] = []
+
+    def finetune(turns: Turns) -> None:
+        turns.wants_ride = True
+        while len(rode) < 1:
+            if turns.rest(20.0) and turns.ride is not None:
+                joined_by(turns.ride, 3)
+                rode.append(turns.ride.step.joined == 1)
+                while turns.held:
+                    time.sleep(0.001)
+                turns.give_back()
+        turns.end()
+
+    one, thread = carrying(finetune, bound_us=30_000)
+    for number in (1, 2):
+        one.scheduler.submit(request(number, kv_arrives=True, arrived_ns=time.monotonic_ns()))
+    assert one.run_dry() == tokens_alone(bench)
+    thread.join(20)
+    assert rode == [True]
+    plan = one.parts.deferred
+    assert plan.iteration_us >= 30_000
+    assert not plan.carries([0]), "it is known now to take longer than anyone may wait"

@@ -14,7 +14,7 @@ from worker_pod import CHUNKS, Pod, layers_of_model, until
 
 from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
 from windrow_sidecar.engines.hook import StepInput
-from windrow_sidecar.finetune.offload.schedule import LEAST_LAYERS
+from windrow_sidecar.engines.streaming.schedule import LEAST_LAYERS
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.testing.stepping_engine import PROFILE

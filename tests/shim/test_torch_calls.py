@@ -180,8 +180,8 @@ def test_pinned_copies_take_no_more_than_their_room(shim, tmp_path):
     """torch pins powers of two, so a piece of 5 MiB takes 8."""
     code = """
 from pathlib import Path
-from windrow_sidecar.finetune.offload.tensor_files import OpenFiles, Stored
-from windrow_sidecar.finetune.offload.copying import StagedPiece, Staging
+from windrow_sidecar.engines.streaming.tensor_files import OpenFiles, Stored
+from windrow_sidecar.engines.streaming.copying import StagedPiece, Staging
 file = Path(sys.argv[1]) / "weights"
 file.write_bytes(bytes(20 << 20))
 room = 20 << 20

@@ -7,14 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.job.assembly import check_turns
-from windrow_sidecar.finetune.offload.copying import RateLimit
-from windrow_sidecar.finetune.offload.schedule import (
+from windrow_sidecar.engines.streaming.copying import RateLimit
+from windrow_sidecar.engines.streaming.schedule import (
     Moves,
     coming,
     micro_batches_to_hide,
     moves,
+    next_moves,
 )
+from windrow_sidecar.finetune.job.assembly import check_turns
 
 
 def test_on_the_way_up_what_lies_above_comes_first_and_the_bottom_last():
@@ -40,6 +41,34 @@ def test_at_the_top_nothing_moves_for_what_was_just_used_comes_next():
 
 def test_a_smaller_window_lets_the_farthest_go_first():
     assert moves(coming(6, 2, up=True), {0, 2, 3, 4}, 2) == Moves(evict=(0, 4), load=())
+
+
+def loads(depth: int, visits: list[tuple[int, ...]], capacity: int, of=next_moves) -> int:
+    """Return how many layers are loaded for visits, given by their orders, of the second half."""
+    held: set[int] = set()
+    counts = []
+    for order in visits:
+        found = of(order, held, capacity)
+        held = (held - set(found.evict)) | set(found.load)
+        assert order[0] in held
+        assert len(held) <= capacity
+        counts.append(len(found.load))
+    return sum(counts[len(visits) // 2 :])
+
+
+@pytest.mark.parametrize("capacity", [2, 3, 8, 14])
+def test_a_pass_that_begins_at_the_bottom_again_reads_little_more_than_memory_lacks(capacity):
+    depth = 16
+    passes = [coming(depth, layer, up=True, returns=False) for layer in range(depth)] * 4
+    assert depth - capacity <= loads(depth, passes, capacity) / 2 <= depth - capacity + 2
+
+
+@pytest.mark.parametrize("capacity", [2, 3, 8, 14])
+def test_an_iteration_up_and_down_reads_what_memory_lacks_twice(capacity):
+    depth = 16
+    up = [coming(depth, layer, up=True) for layer in range(depth)]
+    down = [coming(depth, layer, up=False) for layer in reversed(range(depth))]
+    assert loads(depth, (up + down) * 4, capacity) == 2 * 2 * (depth - capacity)
 
 
 @given(

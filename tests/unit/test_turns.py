@@ -98,3 +98,58 @@ def test_after_the_end_no_turn_is_lent(turns):
     turns.end()
     assert not turns.offer()
     assert not turns.rest(0.0)
+
+
+@pytest.fixture
+def iterating(turns):
+    """Run a finetune thread that computes until it is recalled, or for as long as it is told to."""
+    threads: list[threading.Thread] = []
+    stop = threading.Event()
+
+    def make(*, until_recalled: bool) -> None:
+        def finetune() -> None:
+            while not stop.is_set():
+                if not turns.rest(0.05):
+                    continue
+                while until_recalled and turns.held:
+                    time.sleep(0.001)
+                turns.give_back()
+
+        threads.append(beside(finetune))
+
+    yield make
+    stop.set()
+    for thread in threads:
+        thread.join(LONG_S)
+
+
+def lend_until_taken(turns, until_s: float, beats: list[int]):
+    while True:  # a turn may be offered before the other thread waits for it
+        until_ns = time.monotonic_ns() + int(until_s * 1e9)
+        turn = turns.lend_iteration(until_ns, time.monotonic_ns, None, beat=lambda: beats.append(1))
+        if turn.taken:
+            return turn
+
+
+def test_a_turn_of_an_iteration_ends_with_the_iteration(turns, iterating):
+    iterating(until_recalled=False)
+    turn = lend_until_taken(turns, LONG_S, beats := [])
+    assert (turn.whole, turn.back) == (True, True)
+    assert beats
+    assert not turns.held
+
+
+def test_a_turn_of_an_iteration_that_goes_on_is_recalled_and_shows_meanwhile_that_decode_lives(
+    turns, iterating
+):
+    iterating(until_recalled=True)
+    turn = lend_until_taken(turns, 3 * turns_module._BEATS_EVERY_S, beats := [])
+    assert (turn.whole, turn.back) == (False, True)
+    assert len(beats) >= 2
+    assert not turns.held
+
+
+def test_without_a_finetune_thread_a_turn_of_an_iteration_ends_at_once(turns):
+    until_ns = time.monotonic_ns() + int(LONG_S * 1e9)
+    turn = turns.lend_iteration(until_ns, time.monotonic_ns, None, beat=lambda: None)
+    assert (turn.taken, turn.back) == (False, True)

@@ -32,7 +32,7 @@ _MODULE = "windrow_sidecar.compute.gpu_check"
 _Child = subprocess.Popen[str]
 _CHILD_WITHIN_S = 60.0
 _MIB = 1 << 20
-# What a layer's weights travel in (see `finetune.offload.copying`).
+# What a layer's weights travel in (see `engines.streaming.copying`).
 _PINNED_BYTES = 64 * _MIB
 _PATTERN = 0x5A
 

@@ -34,6 +34,7 @@ from windrow_sidecar.engines.builtin.step.decoder import Decoder
 from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
 from windrow_sidecar.engines.builtin.step.paged_attention import PagedAttention, TorchPagedAttention
 from windrow_sidecar.engines.builtin.step.static_step import StaticDecode
+from windrow_sidecar.engines.builtin.streamed import StreamedWeights, stream_weights
 from windrow_sidecar.engines.confined import GraphShares
 from windrow_sidecar.engines.device import EngineDevice, require_room
 from windrow_sidecar.engines.hook import FailClosed, NullHook
@@ -72,7 +73,8 @@ def make_arena(settings: EngineSettings, config: LlamaConfig, device: EngineDevi
             field="--page-size",
             remedy="Use a power of two.",
         )
-    require_room(device, geometry.arena_bytes, plan_layout(config, dtype).n_bytes)
+    weights_bytes = settings.weights_budget_bytes or plan_layout(config, dtype).n_bytes
+    require_room(device, geometry.arena_bytes, weights_bytes)
     reserved = 1 if settings.run_dir else 0
     try:
         return Arena.create(geometry, reserved_chunks=reserved, driver=device.driver)
@@ -104,15 +106,21 @@ def load(
     """
     device.partition.activate(device.units)
     dtype = dtype_of(settings)
-    layout = plan_layout(config, dtype)
-    shared = SharedWeights.create(layout.n_bytes, driver=device.driver)
-    storage = from_dlpack(shared.tensor())
-    _fill(settings.model_path, settings.random_weights, layout, storage, shard)
-    if storage.is_cuda:
-        torch.cuda.synchronize()  # a write that is still on its way would hit a sealed page
-    shared.seal()
-    if settings.run_dir is not None:
-        export_weights(arena, shared, layout, settings.run_dir, fingerprint, settings.ranks)
+    streamed: StreamedWeights | None = None
+    if settings.weights_budget_bytes:
+        streamed = stream_weights(
+            settings.model_path,
+            config,
+            dtype,
+            fingerprint,
+            budget_bytes=settings.weights_budget_bytes,
+            bytes_per_s=settings.weights_rate,
+            beside_a_job=settings.in_engine,
+        )
+        layout, storage = streamed.layout, streamed.pages.storage
+        _say_unread(settings.model_path)
+    else:
+        layout, storage = _resident(settings, config, device, arena, fingerprint, shard)
     cache = KvCache(
         from_dlpack(arena.tensor(0, arena.geometry.arena_bytes)).view(dtype),
         config,
@@ -123,7 +131,8 @@ def load(
     )
     pool = PagePool(arena, pages_per_chunk=cache.pages_per_chunk)
     if shard is None:
-        model = LlamaModel(config, layout, storage, cache)
+        holds = streamed.layers.step if streamed is not None else None
+        model = LlamaModel(config, layout, storage, cache, holds)
     else:
         model = ShardedLlama(shard, layout, storage, cache)
     return LoopParts(
@@ -143,7 +152,29 @@ def load(
         clock_ns=time.monotonic_ns,
         units=device.units,
         on_completed=lambda: None,
+        streamed=streamed,
     )
+
+
+def _resident(
+    settings: EngineSettings,
+    config: LlamaConfig,
+    device: EngineDevice,
+    arena: Arena,
+    fingerprint: str,
+    shard: EngineShard | None,
+) -> tuple[Layout, torch.Tensor]:
+    """Return all weights in memory that a worker maps: their layout, and uint8 [its bytes]."""
+    layout = plan_layout(config, dtype_of(settings))
+    shared = SharedWeights.create(layout.n_bytes, driver=device.driver)
+    storage = from_dlpack(shared.tensor())
+    _fill(settings.model_path, settings.random_weights, layout, storage, shard)
+    if storage.is_cuda:
+        torch.cuda.synchronize()  # a write that is still on its way would hit a sealed page
+    shared.seal()
+    if settings.run_dir is not None:
+        export_weights(arena, shared, layout, settings.run_dir, fingerprint, settings.ranks)
+    return layout, storage
 
 
 def export_weights(
@@ -230,9 +261,14 @@ def _fill(
         fill_random(layout, storage, seed, plan_layout(shard.whole, layout.dtype), shard.cut)
     else:
         fill_random(layout, storage, seed)
-    if seed is None and (note := unread_note(folder, field=SERVED_FIELD)):
-        _log.warning("%s", note)
+    if seed is None:
+        _say_unread(folder)
     _log.info("%.2f GB of weights in %.1f s", layout.n_bytes / 1e9, time.monotonic() - began_s)
+
+
+def _say_unread(folder: Path) -> None:
+    if note := unread_note(folder, field=SERVED_FIELD):
+        _log.warning("%s", note)
 
 
 def _no_triton(why: str) -> UserError:

@@ -23,7 +23,8 @@ from windrow_sidecar.engines.builtin.ranks.group import RankLeader
 from windrow_sidecar.engines.builtin.scheduler import EngineRequest, Scheduler, finish_reason
 from windrow_sidecar.engines.builtin.step.decoder import Decoder
 from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
-from windrow_sidecar.engines.builtin.turns import Ride, Turns
+from windrow_sidecar.engines.builtin.streamed import StreamedWeights
+from windrow_sidecar.engines.builtin.turns import IterationTurn, Ride, Turns
 from windrow_sidecar.engines.builtin.web.channel import SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Finished, Submit
 from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
@@ -34,6 +35,7 @@ from windrow_sidecar.engines.hook import (
     least_slack_us,
     wait_for_turn,
 )
+from windrow_sidecar.qos.deferred_passes import DeferredPasses
 from windrow_sidecar.qos.hybrid_tokens import plan_iteration
 from windrow_sidecar.qos.view import Grant, Phase
 
@@ -63,6 +65,8 @@ class LoopParts:
     on_completed: Callable[[], None]  # a request has ended, without an error
     turns: Turns | None = None  # with a finetune thread of this process; None: there is none
     rider: GatheredDecode | None = None  # the decoder, where finetune rows may join its products
+    streamed: StreamedWeights | None = None  # layers that memory does not hold; None: it holds all
+    deferred: DeferredPasses | None = None  # which of their passes carry a finetune batch
     others: RankLeader | None = None  # ranks that compute with this one; None: there are none
 
 
@@ -127,6 +131,11 @@ class DecodeLoop:
         batch = list(scheduler.running)
         if prefill is not None and prefill[0] not in scheduler.prefilling:
             prefill = None  # retracted to make room
+        carried: Ride | None = None
+        if parts.deferred is not None:
+            for request in admitted:
+                request.deferred_us = (start_ns - request.submit.arrived_ns) / 1e3
+            carried = self._carry(parts.deferred, batch, prompts=prefill is not None)
         left, waited_us = 0, 0
         if parts.hook.first_token_objective_us:
             left, waited_us = scheduler.prompts_left(start_ns)
@@ -151,7 +160,13 @@ class DecodeLoop:
         decision = self._take_share(parts.hook.before_step(facts))
         self._hold_until_ns = decision.hold_admission_until_ns
         hook_ns = self._hook_ns + parts.clock_ns() - asked_ns
-        ride = self._wait_for_turn(decision, start_ns, [] if prefill else batch)
+        if parts.deferred is None:
+            ride = self._wait_for_turn(decision, start_ns, [] if prefill else batch)
+        else:
+            ride = carried
+            if ride is None and self._owed and parts.turns is not None:
+                # Nothing may run: chunks come back.
+                parts.turns.lend(parts.clock_ns() + _SETTLES_NS, parts.clock_ns)
 
         if parts.others is not None:
             self._tell_ranks(parts.others, decision, admits=admits)
@@ -163,11 +178,14 @@ class DecodeLoop:
         if not batch:
             self._after_bare_pass(computed=prefill is not None)
             return None
+        began_ns = parts.clock_ns()
         tokens = self._finish_ride(ride, batch) if ride else parts.decoder.step(batch)
         end_ns = parts.clock_ns()
+        if parts.deferred is not None and not ride and prefill is None:
+            parts.deferred.ran_alone((end_ns - began_ns) / 1e3)
         if parts.others is not None:
             parts.others.chose(tokens)
-        if ride:
+        if ride and parts.deferred is None:
             self._learn_joined(ride, len(batch), end_ns - start_ns)
         parts.hook.after_step(end_ns, (end_ns - start_ns) // 1000)
         self._hook_ns = parts.clock_ns() - end_ns
@@ -255,6 +273,68 @@ class DecodeLoop:
             parts.turns.rode += bool(ride and ride.step.joined)
             parts.partition.activate(parts.units)  # it has set its own number of threads
         return ride
+
+    def _carry(
+        self, plan: DeferredPasses, batch: list[EngineRequest], *, prompts: bool
+    ) -> Ride | None:
+        """Let a finetune batch pass the streamed layers, where no request waits too long for it.
+
+        What is left of the batch before (backward, update) comes first, so that each pass over the
+        layers carries the tokens of all requests.
+
+        Args:
+            plan: says whether.
+            batch: that gets a token.
+            prompts: whether one is computed in this pass: decode comes first.
+
+        Returns:
+            a step of `batch` that the batch's forward has carried; None: it did not.
+        """
+        parts, turns = self._parts, self._parts.turns
+        waiting = [*batch, *self._scheduler.waiting]
+        if turns is None or not batch or prompts:
+            return None
+        deferred = [request.deferred_us for request in waiting]
+        if not plan.carries(deferred):
+            return None
+        begun_ns = parts.clock_ns()
+        until_ns = begun_ns + round(plan.left_us(deferred) * 1e3)
+        ride: Ride | None = None
+        turn = IterationTurn(taken=False, whole=True, back=True)
+        if not (turns.wants_ride and parts.rider):
+            turn = self._lend_iteration(turns, until_ns, None)
+        if turn.back and turn.whole and turns.wants_ride and parts.rider:
+            ride = Ride(parts.rider.ride(batch), 0)
+            riding = self._lend_iteration(turns, until_ns, ride)
+            if not riding.back:
+                ride.step.give_up()
+            turn = IterationTurn(
+                taken=turn.taken or riding.taken,
+                whole=riding.whole,
+                back=riding.back,
+            )
+            turns.rode += bool(ride.step.joined)
+        if turn.taken:
+            turns.lent += 1
+            took_us = (parts.clock_ns() - begun_ns) / 1e3
+            # With a step on board it has computed that as well.
+            took_us += 0.0 if ride else plan.alone_us
+            more_us = plan.ran_iteration(took_us, whole=turn.whole)
+            for request in waiting:
+                request.deferred_us += more_us
+            parts.partition.activate(parts.units)  # it has set its own number of threads
+        return ride
+
+    def _lend_iteration(self, turns: Turns, until_ns: int, ride: Ride | None) -> IterationTurn:
+        """Leave the device to the finetune thread to the end of its iteration, or of the ride."""
+        parts = self._parts
+        turns.by_iteration = True
+        try:
+            return turns.lend_iteration(
+                until_ns, parts.clock_ns, ride, beat=lambda: parts.hook.idle(parts.clock_ns())
+            )
+        finally:
+            turns.by_iteration = False
 
     def _choose_window(self, turns: Turns, batch: int, gap_us: float) -> bool:
         """Choose how many tokens of a forward may join (FlexLLM); False: the step has no room."""

@@ -29,6 +29,7 @@ class EngineRequest:
     turn: int = 0  # grows with every admission: the youngest has the highest
     first_token_ns: int = 0
     generator: torch.Generator | None = None  # sampled requests only
+    deferred_us: float = 0.0  # that it has waited for finetuning (see `qos.deferred_passes`)
 
     @property
     def id(self) -> int:

@@ -48,6 +48,7 @@ from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.engines.logflush import LogFlusher
 from windrow_sidecar.engines.profile import Subject
 from windrow_sidecar.heap import settle_heap
+from windrow_sidecar.qos.deferred_passes import DeferredPasses
 
 if TYPE_CHECKING:
     from windrow_sidecar.engines.opening import RunningHarvest
@@ -176,7 +177,7 @@ def _run(
             _log.error("%s: so does the engine", error)
             return 1
     front.wait_until_up()  # its start would disturb the profile
-    if device.torch_device.type == "cpu" and not threads.most:
+    if device.torch_device.type == "cpu" and not threads.most and parts.streamed is None:
         batch = min(_USUAL_BATCH, settings.max_running)
         room = arena.geometry.chunks * arena.geometry.slots_per_chunk // (2 * batch)
         context = max(1, min(_USUAL_CONTEXT, max_context // 2, room))
@@ -202,10 +203,13 @@ def _run(
     if harvesting is not None:
         parts = replace(parts, hook=harvesting.hook, on_completed=harvesting.link.request_completed)
         if finetune is not None:
-            finetune.serves(parts.model)
+            finetune.serves(parts.model, parts.streamed)
             rider = parts.decoder if isinstance(parts.decoder, GatheredDecode) else None
             rider = rider if settings.finetune_fused else None
-            if rider is not None:
+            if parts.streamed is not None:
+                deferral_us = round(settings.finetune_deferral_s * 1e6)
+                parts = replace(parts, deferred=DeferredPasses(deferral_us))
+            elif rider is not None:
                 finetune.turns.hybrid = profile_joined(parts.model, max_batch=settings.max_running)
             parts = replace(parts, turns=finetune.turns, rider=rider)
     outbox = TokenBatcher(front.channel, interval=settings.stream_interval)
@@ -233,6 +237,8 @@ def _run(
             finetune.close()
         if harvesting is not None:
             harvesting.close()
+        if parts.streamed is not None:
+            parts.streamed.layers.close()
     return 0
 
 

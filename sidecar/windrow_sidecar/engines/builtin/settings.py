@@ -71,6 +71,9 @@ class EngineSettings:
     finetune_objective_s: float | None = None  # of a token, where no agent sends a policy
     finetune_policy: str = "temporal"
     ranks: int = 1  # over which the model is cut
+    weights_budget_bytes: int = 0  # that weights may take; 0: all of them stay in memory
+    weights_rate: int | None = None  # bytes a second that streamed layers come at, at most
+    finetune_deferral_s: float = 0.4  # that a request may wait for finetuning, of streamed layers
     watchdog_s: float = 300.0  # a pass in which a rank takes longer ends the engine
 
     @classmethod
@@ -84,6 +87,7 @@ class EngineSettings:
         _check(given)
         _check_finetune(given, in_pod=bool(run_dir))
         _check_profile(given, in_pod=bool(run_dir))
+        _check_streamed(given)
         on_gpu = given.device != "cpu"
         host_attention = _chosen(given.attention_backend, "torch")
         arena_bytes, block_bytes = _SIZES["cuda" if on_gpu else "cpu"]
@@ -102,7 +106,7 @@ class EngineSettings:
             reserve_tokens=given.num_reserved_decode_tokens,
             context_length=given.context_length,
             threads=given.cpu_threads,
-            profile=given.profile or ("quick" if run_dir or given.finetune_job else "none"),
+            profile=given.profile or _usual_profile(given, in_pod=bool(run_dir)),
             disaggregated=given.disaggregation_mode == "decode",
             run_dir=RunDir(Path(run_dir)) if run_dir and not given.profile_only else None,
             log_dir=Path(log_dir) if log_dir else None,
@@ -120,7 +124,11 @@ class EngineSettings:
             finetune_fused=given.finetune == "fused",
             finetune_jobs=tuple(given.finetune_job),
             finetune_objective_s=given.finetune_objective,
-            finetune_policy=given.finetune_policy,
+            finetune_policy=given.finetune_policy
+            or ("fineinfer" if given.weights_budget else "temporal"),
+            weights_budget_bytes=given.weights_budget,
+            weights_rate=given.weights_rate,
+            finetune_deferral_s=given.finetune_deferral,
             ranks=given.tp_size,
             watchdog_s=given.watchdog_timeout,
         )
@@ -197,6 +205,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--arena-bytes", type=n_bytes, help="memory for KV (192MiB; on a GPU 16GiB)")
     add("--block-bytes", type=n_bytes, help="K or V of a layer in a chunk (128KiB; on a GPU 2MiB)")
     add(
+        "--weights-budget",
+        type=n_bytes,
+        default=0,
+        metavar="BYTES",
+        help="memory that weights may take, for example 2GiB, on cores: layers that do not fit are "
+        "read from the checkpoint's files in each pass (default: all weights stay)",
+    )
+    add(
+        "--weights-rate",
+        type=n_bytes,
+        metavar="BYTES",
+        help="with --weights-budget: bytes a second that layers are read at, at most, for example "
+        "1GiB (default: as fast as files are read)",
+    )
+    add(
         "--cpu-threads",
         type=_positive,
         default=0,
@@ -249,11 +272,25 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--finetune-policy",
         choices=["windrow", "temporal", "flexllm", "llmstation", "fineinfer", "iterations"],
-        default="temporal",
-        help="with --finetune-job (%(default)s); flexllm with --finetune fused: windows of as many "
-        "tokens as a step has room for",
+        help="with --finetune-job (temporal; with --weights-budget fineinfer); flexllm with "
+        "--finetune fused: windows of as many tokens as a step has room for",
+    )
+    add(
+        "--finetune-deferral",
+        type=_seconds,
+        default=0.4,
+        metavar="TIME",
+        help="with --weights-budget: what a request may wait for finetuning, all its tokens "
+        "together, for example 30s (0.4s)",
     )
     return parser
+
+
+def _usual_profile(given: argparse.Namespace, *, in_pod: bool) -> str:
+    """Return what is measured where nothing is said."""
+    if not (in_pod or given.finetune_job):
+        return "none"
+    return "roofline" if given.weights_budget else "quick"
 
 
 def _seconds(text: str) -> float:
@@ -400,3 +437,39 @@ def _check_finetune(given: argparse.Namespace, *, in_pod: bool) -> None:
             field="--finetune-objective",
             remedy="Give the time per output token, for example --finetune-objective 40ms.",
         )
+
+
+def _check_streamed(given: argparse.Namespace) -> None:
+    """Refuse what streamed layers cannot do, before anything is loaded."""
+    if not given.weights_budget:
+        if given.weights_rate is not None:
+            raise UserError(
+                "all weights stay in memory: there is nothing to slow down",
+                field="--weights-rate",
+                remedy="Add --weights-budget, or leave it out.",
+            )
+        return
+    asked = (
+        ("--device", given.device != "cpu", "layers are streamed on cores only"),
+        ("--random-weights", given.random_weights is not None, "made-up weights have no file"),
+        ("--tp-size", given.tp_size > 1, "layers are streamed on one rank only"),
+        (
+            "--profile",
+            given.profile_only is not None or given.profile in ("quick", "full"),
+            "a measured profile does not foretell passes that wait for files",
+        ),
+        (
+            "--finetune-policy",
+            given.finetune_policy not in (None, "fineinfer"),
+            "jobs beside streamed layers run by FineInfer's rule only",
+        ),
+        ("--weights-rate", given.weights_rate == 0, "0 bytes a second bring no layer"),
+    )
+    for field, refused, problem in asked:
+        if refused:
+            raise UserError(
+                problem,
+                field=field,
+                remedy="Leave it out, or leave out --weights-budget.",
+                reason="StreamingUnsupported",
+            )

@@ -20,6 +20,7 @@ from windrow_sidecar.qos.hybrid_tokens import JoinedCost
 if TYPE_CHECKING:
     from windrow_sidecar.engines.builtin.llama.model import LlamaModel
     from windrow_sidecar.engines.builtin.llama.riding import RidingPass
+    from windrow_sidecar.engines.builtin.streamed import StreamedWeights
     from windrow_sidecar.engines.opening import RunningHarvest
 
 # A finetune thread that does not wait for a turn now is busy with what is no tasklet (a checkpoint,
@@ -37,6 +38,25 @@ class _State(Enum):
     OFFERED = 1  # the finetune thread may take it
     TAKEN = 2  # the finetune thread computes
     RECALLED = 3  # it computes, and is to give the turn back at its next point
+
+
+# Decode that has been silent for a second counts as gone.
+_BEATS_EVERY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class IterationTurn:
+    """How a turn of an iteration ended.
+
+    Attributes:
+        taken: whether the finetune thread had it.
+        whole: whether that thread came to its end, and was not stopped before.
+        back: False: it has not given the turn back in time, and computes still.
+    """
+
+    taken: bool
+    whole: bool
+    back: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +86,8 @@ class Turns:
         overdue: how often one was not given back in time.
         wants_ride: whether what the finetune thread runs next has products that a step could share.
         ride: of the turn that is lent now; None: nothing rides.
+        by_iteration: whether a turn ends with the finetune iteration: the next forward waits for
+            the next decode step.
         window_tokens: of a forward that it shares products with, at most; 0: no bound.
         hybrid: predicts iterations with shared products; None: nothing rides.
         policy: returns the name of the policy in force.
@@ -76,7 +98,7 @@ class Turns:
         self._state = _State.DECODE
         self._ended = False
         self.lent = self.rode = self.overdue = 0
-        self.wants_ride = False
+        self.wants_ride = self.by_iteration = False
         self.ride: Ride | None = None
         self.window_tokens = 0
         self.hybrid: JoinedCost | None = None
@@ -105,6 +127,36 @@ class Turns:
             if self._state is _State.TAKEN and left_s > 0:
                 self._changed.wait_for(self._is_not(_State.TAKEN), left_s)
         return self.recall()
+
+    def lend_iteration(
+        self,
+        until_ns: int,
+        clock: Callable[[], int],
+        ride: Ride | None,
+        *,
+        beat: Callable[[], object],
+    ) -> IterationTurn:
+        """Let the finetune thread run on to the end of its iteration, until then at most.
+
+        A ride ends it as well: its turn is over once the step has its products behind it.
+
+        Args:
+            until_ns: end of the turn, by `clock`.
+            clock: nanoseconds of CLOCK_MONOTONIC.
+            ride: a decode step that rides along.
+            beat: called before the turn and a few times a second: shows that decode lives.
+        """
+        beat()
+        if not self.offer(ride):
+            return IterationTurn(taken=False, whole=False, back=self._state is _State.DECODE)
+        with self._changed:
+            taken = self._changed.wait_for(self._is_not(_State.OFFERED), _TAKEN_WITHIN_S)
+            while taken and self._state is _State.TAKEN and (left_ns := until_ns - clock()) > 0:
+                left_s = min(left_ns / 1e9, _BEATS_EVERY_S)
+                if not self._changed.wait_for(self._is_not(_State.TAKEN), left_s):
+                    beat()
+            whole = taken and self._state is _State.DECODE
+        return IterationTurn(taken=taken, whole=whole, back=self.recall())
 
     def offer(self, ride: Ride | None = None) -> bool:
         """Let the finetune thread compute from now on; `recall` ends that.
@@ -188,8 +240,8 @@ class InEngineFinetune(Protocol):
     turns: Turns
     run_dir: RunDir
 
-    def serves(self, model: LlamaModel) -> None:
-        """Note whose weights decode computes with."""
+    def serves(self, model: LlamaModel, streamed: StreamedWeights | None) -> None:
+        """Note whose weights decode computes with; `streamed`: where memory holds some of them."""
 
     def claimed(self, run_dir: RunDir) -> None:
         """Note which slot the engine is; from here on the agent finds where to send jobs."""

@@ -30,12 +30,12 @@ from windrow_sidecar.finetune.adapter.config import (
 from windrow_sidecar.finetune.adapter.served import as_served
 from windrow_sidecar.finetune.adapter.targets import target_names
 from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
+from windrow_sidecar.finetune.model.around import AroundLayer
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.finetune.model.key_values import Prefix
 from windrow_sidecar.finetune.model.structure import find_layers, in_mode
 from windrow_sidecar.finetune.model.token_dropout import DropoutKeys, TokenDropout
-from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
 from windrow_sidecar.finetune.training.checkpoint import told_by_system
 
 ADAPTER = "default"
@@ -44,7 +44,7 @@ ADAPTER = "default"
 def add_adapter(
     model: nn.Module,
     spec: FinetuneJobSpec,
-    frozen: FrozenLayers | None = None,
+    frozen: AroundLayer | None = None,
     access: SourceAccess = UNCONFINED,
 ) -> Any:  # noqa: ANN401 - peft is untyped
     """Return the model with a fresh adapter, made from the job's seed; all else is frozen.
@@ -195,7 +195,7 @@ def save_adapter(model: Any, folder: Path) -> None:  # noqa: ANN401
     (folder / CONFIG_FILE).write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n")
 
 
-def take_over(layers: Sequence[nn.Module], frozen: FrozenLayers, adapter: str) -> None:
+def take_over(layers: Sequence[nn.Module], frozen: AroundLayer, adapter: str) -> None:
     """Initialise the adapter of that name in each of `layers`, whose weights are offloaded.
 
     Raises:

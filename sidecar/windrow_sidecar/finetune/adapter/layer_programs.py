@@ -218,7 +218,8 @@ def _differs(stack: DecoderStack, packed: Sequence[PackedLayer]) -> str:
         for n, program in enumerate(packed):
             read, call = at.inputs[n], at.calls[n]
             assert read is not None
-            ours = program(read, *call.args, **call.kwargs)
+            with stack.around_layer.forward(n):
+                ours = program(read, *call.args, **call.kwargs)
             stack.forward(at, n, at.whole, TorchBoundaries(), learn=False)
             theirs = at.inputs[n + 1]
             assert theirs is not None

@@ -52,7 +52,7 @@ class JobContext:
             longest=lambda: self.session.longest_row,
             most=job.spec.training.batch_size,
         )
-        self._pace = TaskletPace(shared, rows_of_pace, base.frozen)
+        self._pace = TaskletPace(shared, rows_of_pace, base.in_turns)
         slot_device = shared.slot_device
         suspension = Suspension(shared.gate, job_state.stall, self._give_up)
         self._tenancy = shared.memory.tenancy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from windrow_sidecar.engines.streaming.streamed_layers import StreamedLayers
 from windrow_sidecar.finetune.colocated.grants import DEFAULT_BOUND_US, GrantGate
 from windrow_sidecar.finetune.colocated.ranks import RankGroup
 from windrow_sidecar.finetune.colocated.slot_device import SlotDevice
@@ -73,7 +74,10 @@ class TaskletPace:
     """
 
     def __init__(
-        self, shared: Shared, rows: RowsOfPace, frozen: FrozenLayers | None = None
+        self,
+        shared: Shared,
+        rows: RowsOfPace,
+        frozen: FrozenLayers | StreamedLayers | None = None,
     ) -> None:
         self._shared, self._rows, self._frozen = shared, rows, frozen
         self.wanted_chunks = 0

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch.utils.dlpack import from_dlpack
@@ -21,6 +21,7 @@ from windrow.rundir import ENV_ONLY_GPU, RunDir
 from windrow_sidecar._core import Arena, AttachError, DriverUnavailable
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.fingerprint import model_fingerprint
+from windrow_sidecar.engines.streaming.streamed_layers import StreamedLayers
 from windrow_sidecar.finetune.colocated.grants import GrantGate, GrantPace, OfferFacts
 from windrow_sidecar.finetune.colocated.job_context import JobContext
 from windrow_sidecar.finetune.colocated.joint_context import JointContext
@@ -54,6 +55,7 @@ from windrow_sidecar.finetune.training.health import LOADING, LOADING_AFTER_S, R
 
 log = logging.getLogger(__name__)
 
+_ANOTHER_MODEL = "decode serves another model than %s: it is loaded beside it"
 # Decode plans what it lends every 20 ms; what has not come after so long does not come soon.
 LENDING_SETTLES_S = 0.5
 # A job that has waited so long for its first chunk says so.
@@ -63,6 +65,19 @@ Load = Callable[[JobSpec], BaseModel]
 ReadRows = Callable[[RowsWanted], DataSplit]
 # Makes the gate of a slot; takes what `GrantGate` takes.
 MakeGate = Callable[..., GrantGate]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWeights:
+    """Weights of the engine whose process this is.
+
+    Attributes:
+        exported: all parameters, over the engine's memory.
+        layers: what brings those that memory does not hold.
+    """
+
+    exported: ExportedWeights
+    layers: StreamedLayers
 
 
 class WorkerSlot:
@@ -363,13 +378,15 @@ def open_slot(
     gate: MakeGate = GrantGate,
     order: Order = layer_major,
     group: RankGroup | None = None,
+    own: EngineWeights | None = None,
 ) -> WorkerSlot:
     """Attach to decode; a job's model is decode's own weights where they are the same.
 
     The device is that of decode's arena. Where this process is shown that GPU alone, it is its
     first, whatever number decode has for it. `run_dir`: as the slot sees it. `host`: this process's
     share of the cores, which is its share of the device where that is the host. `copy_rate`: see
-    `load_base`. `gate`, `order`, `group`: see `WorkerSlot`.
+    `load_base`. `gate`, `order`, `group`: see `WorkerSlot`. `own`: of an engine that streams its
+    layers and runs jobs itself.
 
     Raises:
         UserError: torch does not see decode's GPU.
@@ -391,12 +408,17 @@ def open_slot(
             weakref.finalize(base.model, held.close)
             return base
         with held.named() as model_dir:
-            exported = _same_weights(arena, run_dir.weights_manifest(), model_dir)
+            if own is None:
+                exported = _same_weights(arena, run_dir.weights_manifest(), model_dir)
+            else:
+                exported = _same_model(own.exported, model_dir)
             form = WeightForm.of(job.spec, exported.dtype if exported else None)
             if exported is not None and form != WeightForm(exported.dtype):
                 log.info("decode's weights are %s: it is loaded a second time", exported.dtype)
                 exported = None
             base = load_base(model_dir, exported, form, device=opened.device, copy_rate=copy_rate)
+            if own is not None and exported is not None:
+                base = replace(base, streamed=own.layers)
         # Layers that take turns are read from its files as long as it trains.
         weakref.finalize(base.model, held.close)
         return replace(base, folder=str(held.folder), of_hub=held.of_hub)
@@ -459,10 +481,18 @@ def _same_weights(arena: Arena, manifest_file: Path, model_dir: Path) -> Exporte
         log.info("decode's model is cut over ranks: it is loaded a second time")
         return None
     if manifest["fingerprint"] != model_fingerprint(model_dir):
-        log.info("decode serves another model than %s: it is loaded beside it", model_dir)
+        log.info(_ANOTHER_MODEL, model_dir)
         return None
     log.info("sharing decode's weights")
     return ExportedWeights(manifest, from_dlpack(arena.imported(WEIGHTS)))
+
+
+def _same_model(exported: ExportedWeights, model_dir: Path) -> ExportedWeights | None:
+    if exported.fingerprint != model_fingerprint(model_dir):
+        log.warning(_ANOTHER_MODEL, model_dir)
+        return None
+    log.info("sharing decode's weights, whose layers are streamed")
+    return exported
 
 
 def _no_memory(arena: Arena) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from windrow_sidecar.engines.streaming.schedule import micro_batches_to_hide
+from windrow_sidecar.engines.streaming.streamed_layers import StreamedLayers
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
-from windrow_sidecar.finetune.offload.schedule import micro_batches_to_hide
 from windrow_sidecar.finetune.tasklets import MicroBatch, Tasklet
 from windrow_sidecar.qos.view import Phase
 
@@ -386,7 +387,7 @@ class Paced:
 
 
 def micro_batches_a_visit(
-    frozen: FrozenLayers | None, estimates: Estimates, tokens: int, most: int
+    frozen: FrozenLayers | StreamedLayers | None, estimates: Estimates, tokens: int, most: int
 ) -> int:
     """Return how many micro-batches compute for as long as the next layer's transfer takes.
 

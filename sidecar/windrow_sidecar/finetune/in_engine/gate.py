@@ -83,6 +83,7 @@ class InEngineGate(GrantGate):
         seat: where a step that rides along with the turn is shown to the layers.
         joins: has a job's layers look there; returns why they cannot. None: nothing is to ride.
         page, partition, estimates, facts, decode_lives, device, whole: see `GrantGate`.
+        streamed: whether memory holds some of the layers only.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class InEngineGate(GrantGate):
         decode_lives: Callable[[], bool],
         device: ComputeDevice | None = None,
         whole: bool = False,
+        streamed: bool = False,
     ) -> None:
         super().__init__(
             *(page, partition, estimates, facts),
@@ -110,8 +112,10 @@ class InEngineGate(GrantGate):
             turns, least_units=partition.levels()[0], in_parts=self._in_parts
         )
         self._can_ride, self._joined_before = False, 0
+        self._streamed = streamed
         self._has_shared = False  # said once
         self._windowed: tuple[Grant, int, Grant] | None = None
+        self._past_forward = False  # in a turn of an iteration: its forward is over
 
     def opened(self, stack: DecoderStack) -> None:
         """A job's layers are there: let steps ride along with them, where they can."""
@@ -137,6 +141,8 @@ class InEngineGate(GrantGate):
 
     def launch(self, tasklet: Tasklet) -> bool:
         """Claim the right to run `tasklet` now (see `GrantGate`)."""
+        if self._turns.by_iteration and self._past_forward and tasklet.phase is Phase.FORWARD:
+            return False  # of the next iteration, which is to carry decode's next step
         claimed = super().launch(tasklet)
         if claimed:
             riding = self._seat.riding
@@ -147,7 +153,13 @@ class InEngineGate(GrantGate):
         """Return whether the running tasklet may not go on; also where the turn is over."""
         if self._running is None:
             return False
-        return super().revoked() or not self._turns.held
+        return super().revoked() or not self._turns.held or self._has_carried
+
+    @property
+    def _has_carried(self) -> bool:
+        """True where decode's step is through and its tokens may leave, in a turn of its own."""
+        riding = self._seat.riding
+        return self._turns.by_iteration and riding is not None and riding.done >= 1.0
 
     def landed(self, tasklet: Tasklet) -> None:
         """All of a tasklet has run."""
@@ -158,6 +170,7 @@ class InEngineGate(GrantGate):
                 self._has_shared = True
                 log.info("a decode step has shared its products with a forward of this job")
         super().landed(tasklet)
+        self._past_forward = self._past_forward or tasklet.phase is not Phase.FORWARD
         if self._launched % _TASKLETS_PER_COLLECTION == 0:
             gc.collect(0)
 
@@ -165,6 +178,9 @@ class InEngineGate(GrantGate):
         """Say that nothing runs. With no tasklet to come, what follows is not decode's wait."""
         super().quiet(tasklet)
         forward = tasklet is not None and tasklet.phase is Phase.FORWARD
+        if self._streamed and tasklet is not None:
+            # A step that begins in the middle would read the layers below once more.
+            forward = forward and tasklet.layer == 0 and self._running is None
         self._turns.wants_ride = forward and self._can_ride
         if tasklet is None:
             self._seat.riding = None
@@ -176,7 +192,7 @@ class InEngineGate(GrantGate):
             self._came_unseen = False  # a grant has come meanwhile, under which we may go on
             self._beat()
             return
-        self._seat.riding = None
+        self._seat.riding, self._past_forward = None, False
         if self._turns.rest(timeout_s):
             if (ride := self._turns.ride) is not None:
                 self._seat.riding = ride.step

@@ -29,21 +29,23 @@ from windrow_sidecar.compute.whole_device import WholeDevice
 from windrow_sidecar.engines.builtin.llama.model import LlamaModel
 from windrow_sidecar.engines.builtin.llama.riding import Product
 from windrow_sidecar.engines.builtin.settings import EngineSettings
+from windrow_sidecar.engines.builtin.streamed import StreamedWeights
 from windrow_sidecar.engines.builtin.turns import Turns
 from windrow_sidecar.engines.opening import RunningHarvest
 from windrow_sidecar.finetune.colocated.agent_link import JobAgentLink
 from windrow_sidecar.finetune.colocated.job_logs import LOG_FORMAT, JobLogs
 from windrow_sidecar.finetune.colocated.jobs import InProcess, WorkerJobs
-from windrow_sidecar.finetune.colocated.slot import WorkerSlot, open_slot
+from windrow_sidecar.finetune.colocated.slot import EngineWeights, WorkerSlot, open_slot
 from windrow_sidecar.finetune.colocated.standby import NICENESS, JobOrder, warm_up
 from windrow_sidecar.finetune.data.readers import Readers
-from windrow_sidecar.finetune.engine.orders import token_major
+from windrow_sidecar.finetune.engine.orders import layer_major, token_major
 from windrow_sidecar.finetune.in_engine.gate import InEngineGate
 from windrow_sidecar.finetune.in_engine.joined_products import RiderSeat, join_products
 from windrow_sidecar.finetune.in_engine.local_link import LocalLink
 from windrow_sidecar.finetune.in_engine.orders import OrderSocket
 from windrow_sidecar.finetune.job.assembly import read_job
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+from windrow_sidecar.finetune.model.loading import ExportedWeights
 from windrow_sidecar.qos.terms import HarvestTerms, make_terms
 from windrow_sidecar.turn import TurnNote
 
@@ -176,6 +178,7 @@ class EngineHost:
         self._settings, self._readers = settings, readers
         self._local, self._own_folder = orders, own_folder
         self._joins: Callable[[DecoderStack, RiderSeat], str] | None = None
+        self._weights: EngineWeights | None = None
         self._terms = terms_of(settings)
         self._logs = _ThreadLogs(run_dir)
         self._jobs: WorkerJobs | None = None
@@ -184,8 +187,15 @@ class EngineHost:
         self._thread = threading.Thread(target=self._run, name="finetune", daemon=True)
         self._hook: RunningHarvest | None = None
 
-    def serves(self, model: LlamaModel) -> None:
-        """Note whose weights decode computes with: steps ride along over the same ones."""
+    def serves(self, model: LlamaModel, streamed: StreamedWeights | None) -> None:
+        """Note whose weights decode computes with: steps ride along over the same ones.
+
+        `streamed`: where memory holds some of them only; jobs compute with the same.
+        """
+        if streamed is not None:
+            manifest = streamed.layout.manifest(streamed.fingerprint)
+            exported = ExportedWeights(manifest, streamed.pages.storage)
+            self._weights = EngineWeights(exported, streamed.layers)
         if not self._settings.finetune_fused:
             return
         shapes = [
@@ -307,8 +317,11 @@ class EngineHost:
 
     def _open_slot(self, epoch: int) -> WorkerSlot:
         cores = WholeDevice.cores("finetune", set_threads=torch.set_num_threads)
-        gate = partial(InEngineGate, self.turns, RiderSeat(), self._joins)
-        return open_slot(epoch, self.run_dir, cores, gate=gate, order=token_major)
+        own = self._weights
+        gate = partial(InEngineGate, self.turns, RiderSeat(), self._joins, streamed=own is not None)
+        # Streamed layers are visited once by all micro-batches of a pass.
+        order = token_major if own is None else layer_major
+        return open_slot(epoch, self.run_dir, cores, gate=gate, order=order, own=own)
 
     def _abandon(self, ending: int) -> None:
         """A tasklet never ends, and nobody can end a thread: decode goes on beside it."""

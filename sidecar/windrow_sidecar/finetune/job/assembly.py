@@ -276,13 +276,13 @@ def open_session(
     rows = rows or read_examples(job, base, alive)
     parts: AdapterParts | None = None
     if sharding is None:
-        tuned = add_adapter(base.model, spec, base.frozen, job.access)
+        tuned = add_adapter(base.model, spec, base.in_turns, job.access)
     else:
         tuned, parts = sharding.add_adapter(base.model, spec, job.access)
     # A job that is on its way ends with an adapter that is worth having, loaded or not.
     if (unserved := not_served(tuned, spec)) and not job.checkpoint:
         raise unserved
-    stack = DecoderStack(base.model, base.frozen, runtime.units)
+    stack = DecoderStack(base.model, base.in_turns, runtime.units)
     check_reach(tuned, stack)
     # Before layers are recorded: the adapter replaces their dropouts.
     head = Head(stack) if sharding is None else Head(stack, sharding.cross_entropy)
@@ -373,7 +373,7 @@ def _activation_budget(
     planned: PlannedLayers | None = None
     if ranks == 1:
         planned = PlannedLayers(stack.layers)
-        stack.around_layer = InTurn(base.frozen, planned) if base.frozen else planned
+        stack.around_layer = InTurn(base.in_turns, planned) if base.in_turns else planned
     share = ranks if runtime.device.torch.type == "cpu" else 1
     needs = JobMemory(
         max(lengths),

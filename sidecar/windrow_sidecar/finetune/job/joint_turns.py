@@ -55,6 +55,8 @@ def why_apart(session: TrainingSession, base: BaseModel) -> str:
     spec, parts = session.job.spec, session.stream.parts
     if base.frozen is not None:
         return "the model's layers take turns in memory"
+    if base.streamed is not None:
+        return "the model's layers are streamed"
     if isinstance(session.stream, ShardedStream):
         return "its model is cut over ranks"
     if spec.training.packing:

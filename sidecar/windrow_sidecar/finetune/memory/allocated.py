@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from windrow.errors import Transient
 from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.engines.streaming.schedule import LEAST_LAYERS
 from windrow_sidecar.finetune.engine.joint_stream import JointStream
 from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.memory.training_memory import replan_if_short
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
 from windrow_sidecar.finetune.offload.job_state import SPILL_SHARE, JobOffload
-from windrow_sidecar.finetune.offload.schedule import LEAST_LAYERS
 from windrow_sidecar.finetune.recompute.activation_budget import GROUP_SHARE, ActivationBudget
 from windrow_sidecar.finetune.tasklets import Tasklet
 from windrow_sidecar.memory.allocator import LentBudget

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from windrow_sidecar.engines.streaming.tensor_files import Stored, read
 from windrow_sidecar.engines.weight_files import unusable
 from windrow_sidecar.engines.weight_formats import PLAIN_REMEDY, Coded, Coding
 from windrow_sidecar.finetune.model.codecs import CODECS
-from windrow_sidecar.finetune.offload.tensor_files import Stored, read
 
 # Linear layers of an expert, as checkpoints name them, by the tensor of the model that they go to.
 _OF_EXPERTS = {

@@ -22,6 +22,9 @@ from windrow.errors import UserError, WindrowError
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice, available_bytes, out_of_memory
 from windrow_sidecar.engines.fingerprint import model_fingerprint
+from windrow_sidecar.engines.streaming.copying import Copier, RateLimit
+from windrow_sidecar.engines.streaming.streamed_layers import StreamedLayers
+from windrow_sidecar.engines.streaming.tensor_files import read, stored_tensors
 from windrow_sidecar.engines.weight_files import (
     MODEL_FIELD,
     check_files,
@@ -43,9 +46,7 @@ from windrow_sidecar.finetune.model.overlay import build_over
 from windrow_sidecar.finetune.model.precision import WeightForm, keep_differentiable
 from windrow_sidecar.finetune.model.whole import PLAIN, check_tensors, check_types
 from windrow_sidecar.finetune.model.windowed import CannotWindow, load_windowed
-from windrow_sidecar.finetune.offload.copying import Copier, RateLimit
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
-from windrow_sidecar.finetune.offload.tensor_files import read, stored_tensors
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +82,16 @@ class BaseModel:
     tokenizer: Any
     shared: bool  # the weights are decode's
     frozen: FrozenLayers | None = None  # where memory does not hold all layers
+    streamed: StreamedLayers | None = None  # the same, of decode's weights in its own process
     fingerprint: str = ""  # of the checkpoint's files
     notes: tuple[str, ...] = ()  # what a user has to know of them
     folder: str = ""  # of the tokenizer, where that was read by another name
     of_hub: bool = False  # that folder is of a cache of the Hub, which no job writes to
+
+    @property
+    def in_turns(self) -> FrozenLayers | StreamedLayers | None:
+        """What brings its layers; None: memory holds all."""
+        return self.frozen or self.streamed
 
     @property
     def dtype(self) -> torch.dtype:
@@ -223,7 +230,11 @@ def load_base(
     found = model_fingerprint(directory) if weight_files(directory) else ""
     notes = (unread_note(directory), _untied_note(model), _own_code_note(config))
     told = tuple(note for note in notes if note)
-    return BaseModel(model, model.config, tokenizer, exported is not None, frozen, found, told)
+    return BaseModel(
+        *(model, model.config, tokenizer, exported is not None, frozen),
+        fingerprint=found,
+        notes=told,
+    )
 
 
 def _untied_note(model: Any) -> str:  # noqa: ANN401 - of transformers

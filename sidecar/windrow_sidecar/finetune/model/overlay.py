@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windrow_sidecar.engines.streaming.tensor_files import absent
 from windrow_sidecar.finetune.model.coded import CodedTensor, install
 from windrow_sidecar.finetune.model.whole import check_tensors
-from windrow_sidecar.finetune.offload.tensor_files import absent
 
 
 def build_over(

@@ -11,13 +11,13 @@ from torch import nn
 
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
+from windrow_sidecar.engines.streaming.copying import Copier
+from windrow_sidecar.engines.streaming.schedule import LEAST_LAYERS
+from windrow_sidecar.engines.streaming.tensor_files import Stored, absent, read, stored_tensors
 from windrow_sidecar.finetune.model.overlay import build_over
 from windrow_sidecar.finetune.model.structure import find_layers
 from windrow_sidecar.finetune.model.whole import check_tensors
-from windrow_sidecar.finetune.offload.copying import Copier
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers, LayerWeights, weights_of
-from windrow_sidecar.finetune.offload.schedule import LEAST_LAYERS
-from windrow_sidecar.finetune.offload.tensor_files import Stored, absent, read, stored_tensors
 
 
 class CannotWindow(ValueError):

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from windrow_sidecar.finetune.offload.copying import Copier, Part, Transfer
-from windrow_sidecar.finetune.offload.schedule import coming, moves
-from windrow_sidecar.finetune.offload.tensor_files import Stored, absent
+from windrow_sidecar.engines.streaming.copying import Copier, Part, Transfer
+from windrow_sidecar.engines.streaming.schedule import coming, moves
+from windrow_sidecar.engines.streaming.streamed_layers import Moved
+from windrow_sidecar.engines.streaming.tensor_files import Stored, absent
 
 ALIGN_BYTES = 64
 # Memory for one layer: uint8 of at least so many bytes.
@@ -53,21 +54,6 @@ class LayerWeights:
         """Leave only the shapes: computing with them gives NaN, and does not go unnoticed."""
         for parameter, _ in self.parameters:
             parameter.data = absent(tuple(parameter.shape), parameter.dtype, parameter.device)
-
-
-@dataclass(slots=True)
-class Moved:
-    """Bytes and times of the transfers so far."""
-
-    transfers: int = 0
-    n_bytes: int = 0
-    copy_s: float = 0.0
-    waited_s: float = 0.0  # by layers, for their weights
-
-    @property
-    def hidden(self) -> float:
-        """Share of the copying behind which something computed."""
-        return 1.0 - min(1.0, self.waited_s / self.copy_s) if self.copy_s else 1.0
 
 
 class FrozenLayers:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from windrow_sidecar.compute.communicator import Communicator
 from windrow_sidecar.engines.shard_cuts import BY_WORDS, ShardSizes, TensorPart, refused
+from windrow_sidecar.engines.streaming.tensor_files import absent, read, stored_tensors
 from windrow_sidecar.engines.weight_formats import weight_format
 from windrow_sidecar.finetune.model.coded import CodedTensor
 from windrow_sidecar.finetune.model.overlay import build_over
 from windrow_sidecar.finetune.model.precision import WeightForm
 from windrow_sidecar.finetune.model.structure import find_layers
-from windrow_sidecar.finetune.offload.tensor_files import absent, read, stored_tensors
 
 
 def sharded(

@@ -8,6 +8,7 @@ GPU on the caller's current stream, without ever waiting for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,10 @@ from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
 from windrow_sidecar.engines.builtin.llama.layer_ops import LayerOps, TorchOps
 from windrow_sidecar.engines.builtin.llama.rope import RotaryTable
 from windrow_sidecar.engines.builtin.llama.weights import Layout, view
+
+# Enters a context in which a layer's matrices are in memory.
+Holds = Callable[[int], AbstractContextManager[None]]
+_IN_MEMORY: AbstractContextManager[None] = nullcontext()
 
 # (layer, q [n, heads, head_dim] rotated and scaled) -> [n, heads * head_dim]
 Attention = Callable[[int, torch.Tensor], torch.Tensor]
@@ -43,12 +48,19 @@ class LlamaModel:
         layout: where its parameters lie.
         storage: uint8, the parameters' bytes, on the cache's device; stays alive with the model.
         cache: the KV cache of all requests.
+        holds: is entered around what computes with a layer's matrices; None: all are in memory.
     """
 
     def __init__(
-        self, config: LlamaConfig, layout: Layout, storage: torch.Tensor, cache: KvCache
+        self,
+        config: LlamaConfig,
+        layout: Layout,
+        storage: torch.Tensor,
+        cache: KvCache,
+        holds: Holds | None = None,
     ) -> None:
         self.config, self.cache = config, cache
+        self.holds: Holds = holds or (lambda _: _IN_MEMORY)
         self.device, self.dtype = storage.device, layout.dtype
         self.rotary = RotaryTable(config, storage.device)
         self.ops: LayerOps = TorchOps(config, cache, self.rotary)
@@ -88,10 +100,11 @@ class LlamaModel:
         placed = ops.place(positions, slots)
         x = self.embed(tokens)
         for i, layer in enumerate(self.layers):
-            qkv = functional.linear(self.rms_norm(x, layer.attention_norm), layer.qkv)
-            x = x.addmm_(attend(i, ops.rotate_and_store(i, qkv, placed)), layer.out.t())
-            gate_up = functional.linear(self.rms_norm(x, layer.mlp_norm), layer.gate_up)
-            x = x.addmm_(ops.gate(gate_up), layer.down.t())
+            with self.holds(i):
+                qkv = functional.linear(self.rms_norm(x, layer.attention_norm), layer.qkv)
+                x = x.addmm_(attend(i, ops.rotate_and_store(i, qkv, placed)), layer.out.t())
+                gate_up = functional.linear(self.rms_norm(x, layer.mlp_norm), layer.gate_up)
+                x = x.addmm_(ops.gate(gate_up), layer.down.t())
         return x
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:

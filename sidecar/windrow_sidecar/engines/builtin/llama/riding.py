@@ -88,7 +88,7 @@ class RidingPass:
         while (self.layer, self.product) < (layer, product):
             self._alone()
         own = self._rows.shape[0]
-        with torch.no_grad():
+        with torch.no_grad(), self._model.holds(layer):
             made = functional.linear(torch.cat([self._rows, others]), self._weight)
         self._take(made[:own])
         self.joined += 1
@@ -112,7 +112,9 @@ class RidingPass:
 
     @torch.inference_mode()
     def _alone(self) -> None:
-        self._take(functional.linear(self._rows, self._weight))
+        with self._model.holds(self.layer):
+            made = functional.linear(self._rows, self._weight)
+        self._take(made)
 
     @torch.inference_mode()
     def _take(self, made: torch.Tensor) -> None:

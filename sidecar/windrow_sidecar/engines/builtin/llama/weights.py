@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -21,8 +21,14 @@ from windrow.errors import UserError
 from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
 from windrow_sidecar.engines.fingerprint import served_files
 
+# Where layers are streamed each gives whole pages back.
+_STREAMED_ALIGN_BYTES = 4096
 # On the host a cache line and the widest vector register; a GPU's copies and GEMMs want 16 bytes.
 _ALIGN_BYTES = 64
+
+
+# Names and shapes of parameters that lie side by side.
+_Group = list[tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +69,53 @@ def plan_layout(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> Layo
     parameters: dict[str, Parameter] = {}
     offset = 0
     for group in _groups(config):
-        offset += -offset % _ALIGN_BYTES
-        for name, shape in group:
-            parameters[name] = Parameter(offset, prod(shape) * dtype.itemsize, shape)
-            offset += parameters[name].n_bytes
+        offset = _place(group, offset, dtype, parameters)
     return Layout(parameters, offset, dtype)
+
+
+def plan_streamed_layout(config: LlamaConfig, dtype: torch.dtype) -> tuple[Layout, list[Span]]:
+    """Place parameters so that the matrices of each layer lie on pages of their own.
+
+    What every pass needs at once (embeddings, norms, the head) comes first and stays.
+
+    Returns:
+        the layout, and the bytes [begin, end) of each layer's matrices.
+    """
+    parameters: dict[str, Parameter] = {}
+    groups = list(_groups(config))
+    offset, spans = 0, []
+    for group in groups:
+        if not _is_streamed(group):
+            offset = _place(group, offset, dtype, parameters)
+    for i in range(config.layers):
+        begin = offset = offset + -offset % _STREAMED_ALIGN_BYTES
+        for group in groups:
+            if _is_streamed(group) and group[0][0].startswith(f"model.layers.{i}."):
+                offset = _place(group, offset, dtype, parameters)
+        offset += -offset % _STREAMED_ALIGN_BYTES
+        spans.append(Span(begin, offset))
+    return Layout(parameters, offset, dtype), spans
+
+
+class Span(NamedTuple):
+    """Bytes [begin, end) of a model's storage."""
+
+    begin: int
+    end: int
+
+
+def _is_streamed(group: _Group) -> bool:
+    name = group[0][0]
+    return name.startswith("model.layers.") and "norm" not in name
+
+
+def _place(group: _Group, offset: int, dtype: torch.dtype, parameters: dict[str, Parameter]) -> int:
+    """Place neighbours from `offset` on; return the end."""
+    offset += -offset % _ALIGN_BYTES
+    for name, shape in group:
+        parameters[name] = Parameter(offset, prod(shape) * dtype.itemsize, shape)
+        offset += parameters[name].n_bytes
+    return offset
 
 
 # Returns a rank's part of a parameter [...] that has that name, as the layout has it.
@@ -125,15 +173,30 @@ def write_manifest(path: Path, layout: Layout, fingerprint: str, ranks: int = 1)
     os.replace(draft, path)
 
 
-def _copy(tensor: torch.Tensor, name: str, layout: Layout, storage: torch.Tensor) -> None:
-    wanted = layout.parameters[name].shape
-    if tuple(tensor.shape) != wanted:
+def check_stored(name: str, wanted: tuple[int, ...], found: tuple[int, ...] | None) -> None:
+    """Compare the shape of a stored parameter with what config.json says; None: there is none.
+
+    Raises:
+        UserError: they differ, or it is not stored as floating-point numbers.
+    """
+    if found is None:
         raise UserError(
-            f"{name} has shape {tuple(tensor.shape)} where config.json says {wanted}",
+            f"the checkpoint lacks {name}, or stores it in another form than plain numbers",
+            field="--model-path",
+            remedy="Copy the checkpoint again, with all its shards, as plain safetensors.",
+            reason="ModelUnreadable",
+        )
+    if found != wanted:
+        raise UserError(
+            f"{name} has shape {found} where config.json says {wanted}",
             field="--model-path",
             remedy="Use the config.json that belongs to these weights.",
             reason="ModelUnreadable",
         )
+
+
+def _copy(tensor: torch.Tensor, name: str, layout: Layout, storage: torch.Tensor) -> None:
+    check_stored(name, layout.parameters[name].shape, tuple(tensor.shape))
     if tensor.dtype.itemsize < 2 or not tensor.is_floating_point():
         raise UserError(
             f"{name} is stored as {tensor.dtype}, a type that no weight may have",
@@ -144,7 +207,7 @@ def _copy(tensor: torch.Tensor, name: str, layout: Layout, storage: torch.Tensor
     view(layout, storage, name).copy_(tensor)
 
 
-def _groups(config: LlamaConfig) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+def _groups(config: LlamaConfig) -> Iterator[_Group]:
     hidden, inner = config.hidden, config.intermediate
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     yield [("model.embed_tokens.weight", (config.vocab, hidden))]

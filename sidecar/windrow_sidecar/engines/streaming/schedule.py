@@ -44,7 +44,25 @@ def moves(order: Sequence[int], held: Set[int], capacity: int) -> Moves:
         held: in memory or on their way there.
         capacity: how many layers fit.
     """
-    wanted = order[:capacity]
+    return _moves(order, order[:capacity], held, capacity)
+
+
+def next_moves(order: Sequence[int], held: Set[int], capacity: int) -> Moves:
+    """Return the moves that bring no more than the first layer and the one after it.
+
+    A pass that begins at the bottom again whenever it is through needs most what it has just left:
+    loading further ahead would take the place of layers that stay else, and with L layers of which
+    K fit read nearly L a pass. So it reads L - K + 2 at most.
+
+    Args:
+        order: see `coming`.
+        held: in memory or on their way there.
+        capacity: how many layers fit.
+    """
+    return _moves(order, order[: min(capacity, LEAST_LAYERS)], held, capacity)
+
+
+def _moves(order: Sequence[int], wanted: Sequence[int], held: Set[int], capacity: int) -> Moves:
     load = tuple(layer for layer in wanted if layer not in held)
     kept = set(wanted)
     spare = [layer for layer in reversed(order) if layer in held and layer not in kept]

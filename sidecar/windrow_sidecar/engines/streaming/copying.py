@@ -18,7 +18,7 @@ from torch import Tensor
 
 from windrow_sidecar.compute.device import ComputeDevice, Mark
 from windrow_sidecar.compute.host_device import HostDevice, available_bytes
-from windrow_sidecar.finetune.offload.tensor_files import OpenFiles, Stored
+from windrow_sidecar.engines.streaming.tensor_files import OpenFiles, Stored
 
 # Small enough that a copy which is not wanted any more stops soon, and that the rate is even.
 PIECE_BYTES = 4 << 20

@@ -1,0 +1,1 @@
+"""Layers whose weights are read from files while others compute."""
