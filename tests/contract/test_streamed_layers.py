@@ -74,8 +74,9 @@ def resident_model(folder, adapter=None):
     return tuned_model(base, small_spec(adapter))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("capacity", [2, 3, LAYERS])
+@pytest.mark.parametrize(
+    ("capacity", "dtype"), [(2, torch.float32), (3, torch.float64), (LAYERS, torch.float32)]
+)
 def test_a_step_has_the_very_logits_of_an_engine_that_holds_all_layers(decode_of, capacity, dtype):
     streamed = decode_of(dtype, capacity)
     wanted = decode_of(dtype, 0).apart()
@@ -85,8 +86,11 @@ def test_a_step_has_the_very_logits_of_an_engine_that_holds_all_layers(decode_of
     assert len(streamed.streamed.layers.resident) <= capacity
 
 
-@pytest.mark.parametrize("adapter", [None, DORA], ids=["LoRA", "DoRA"])
-@pytest.mark.parametrize("max_tokens", [4096, 64], ids=["one micro-batch", "several"])
+@pytest.mark.parametrize(
+    ("adapter", "max_tokens"),
+    [(None, 4096), (DORA, 64)],
+    ids=["LoRA, one micro-batch", "DoRA, several"],
+)
 def test_one_pass_has_pefts_gradients_and_the_logits_of_the_step(
     folder, decode_of, adapter, max_tokens
 ):

@@ -753,8 +753,10 @@ def test_a_step_is_computed_again_where_the_finetune_thread_does_not_give_it_bac
 
 
 @pytest.fixture
-def carrying(bench):
+def carrying(bench, monkeypatch):
     """Make a bench whose passes carry finetune batches within a bound, and start their thread."""
+    # The thread is there: each turn waits until it has it, however busy the machine is.
+    monkeypatch.setattr(turns_module, "_TAKEN_WITHIN_S", 20.0)
 
     def make(finetune, *, bound_us: int) -> tuple[Bench, threading.Thread]:
         one = bench()
@@ -828,6 +830,4 @@ def test_an_iteration_that_does_not_end_is_taken_back_when_a_request_reaches_its
     assert one.run_dry() == tokens_alone(bench)
     thread.join(20)
     assert rode == [True]
-    plan = one.parts.deferred
-    assert plan.iteration_us >= 30_000
-    assert not plan.carries([0]), "it is known now to take longer than anyone may wait"
+    assert one.parts.deferred.iteration_us >= 30_000

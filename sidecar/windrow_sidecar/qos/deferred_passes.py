@@ -31,7 +31,7 @@ class DeferredPasses:
 
     @property
     def extra_us(self) -> float:
-        """What an iteration costs every request that waits for it: t_f - t_i, not below 0."""
+        """Time that an iteration costs every request that waits for it: t_f - t_i, not below 0."""
         return max(0.0, self.iteration_us - self.alone_us) if self.iteration_us else 0.0
 
     def carries(self, deferred_us: Iterable[float]) -> bool:

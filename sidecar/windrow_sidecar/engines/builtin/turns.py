@@ -46,7 +46,7 @@ _BEATS_EVERY_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class IterationTurn:
-    """How a turn of an iteration ended.
+    """Result of a turn of an iteration.
 
     Attributes:
         taken: whether the finetune thread had it.

@@ -90,7 +90,7 @@ class BaseModel:
 
     @property
     def in_turns(self) -> FrozenLayers | StreamedLayers | None:
-        """What brings its layers; None: memory holds all."""
+        """Return what brings its layers; None: memory holds all."""
         return self.frozen or self.streamed
 
     @property
