@@ -2,7 +2,7 @@
 
 A Llama of 16 layers in fp32 of which memory holds a part. Layers that are absent are read from the
 checkpoint's safetensors at a declared rate, the stand-in for the link between host and device: the
-file itself lies in the page cache, which would make it free. Decode is the built-in engine's step
+file itself is in the page cache, which would make it free. Decode is the built-in engine's step
 over 8 requests with 128 tokens of context each. Finetuning is the engine's own packed layers with
 LoRA of rank 16 on every product: a batch of 4 samples of 64 tokens, in micro-batches of one, which
 pass each layer together.

@@ -50,7 +50,7 @@ class IterationTurn:
 
     Attributes:
         taken: whether the finetune thread had it.
-        whole: whether that thread came to its end, and was not stopped before.
+        whole: whether that thread was through with it before it was recalled.
         back: False: it has not given the turn back in time, and computes still.
     """
 
