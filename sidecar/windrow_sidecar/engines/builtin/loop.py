@@ -294,7 +294,11 @@ class DecodeLoop:
         waiting = [*batch, *self._scheduler.waiting]
         if turns is None or not batch or prompts:
             return None
-        deferred = [request.deferred_us for request in waiting]
+        # A request with a bound of its own counts as one that has waited for the difference.
+        deferred = [
+            request.deferred_us + plan.bound_us - (request.submit.deferral_us or plan.bound_us)
+            for request in waiting
+        ]
         if not plan.carries(deferred):
             return None
         begun_ns = parts.clock_ns()

@@ -86,8 +86,8 @@ class EngineSettings:
         log_dir = environment.get(ENV_LOG_DIR)
         _check(given)
         _check_finetune(given, in_pod=bool(run_dir))
-        _check_profile(given, in_pod=bool(run_dir))
         _check_streamed(given)
+        _check_profile(given, in_pod=bool(run_dir))
         on_gpu = given.device != "cpu"
         host_attention = _chosen(given.attention_backend, "torch")
         arena_bytes, block_bytes = _SIZES["cuda" if on_gpu else "cpu"]
