@@ -106,7 +106,7 @@ async def ask(client: httpx.AsyncClient, n: int) -> str:
     answer = await client.post(
         "/v1/completions",
         json={
-            **{"prompt": f"Question {n}: " + "words " * 20, "max_tokens": 60},
+            **{"prompt": f"Question {n}: " + "words " * 20, "max_tokens": 30},
             **{"temperature": 0, "ignore_eos": True},
         },
     )
@@ -116,7 +116,7 @@ async def ask(client: httpx.AsyncClient, n: int) -> str:
 
 async def answers(url: str) -> list[str]:
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-        return list(await asyncio.gather(*(ask(client, n) for n in range(4))))
+        return list(await asyncio.gather(*(ask(client, n) for n in range(2))))
 
 
 def other_rank(folder: Path, *, epoch: int) -> psutil.Process:

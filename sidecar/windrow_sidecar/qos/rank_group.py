@@ -3,8 +3,8 @@
 Rank 0 of decode decides from the pages of all ranks, and its decision travels in the engine's own
 broadcast, so that every rank applies it in the same iteration. Rank 0 of the worker publishes a
 ticket, the number of tasklets that may be started, which all ranks of the worker follow. Nothing
-here waits: decode goes on whatever a worker does (docs/design/0025). Pure functions; the engine and
-the worker that call them are not built yet.
+here waits: decode goes on whatever a worker does (docs/design/0025). Pure functions for a
+group that lends: the engines over ranks share time and compute only, and do not call them yet.
 """
 
 from __future__ import annotations
