@@ -522,7 +522,7 @@ def _load(kubeconfig: Filename | None, context: str) -> tuple[k8s.ApiClient, str
             configuration.proxy = None  # of the environment: meant for the world outside
             return k8s.ApiClient(configuration), _namespace_of_the_pod()
         # Handed over: the library reads KUBECONFIG when it is imported, and never again.
-        path = str(Path(kubeconfig).expanduser()) if kubeconfig else os.environ.get("KUBECONFIG")
+        path = os.path.expanduser(kubeconfig) if kubeconfig else os.environ.get("KUBECONFIG")
         read = Kubeconfig(path or "", context)
         read.require_context()
         user = read.user()
@@ -556,7 +556,7 @@ def _remedy_for(files: str, context: str) -> str:
     """Return what to do about a kubeconfig that names no cluster, or of which parts are missing."""
     if context:
         return "Name a context that `kubectl config get-contexts` shows."
-    if any(Path(name).expanduser().is_file() for name in files.split(os.pathsep) if name):
+    if any(os.path.isfile(os.path.expanduser(name)) for name in files.split(os.pathsep) if name):
         return f"Correct {files}, or name another one by --kubeconfig."
     return "Start one with `windrow up`, or set KUBECONFIG."
 

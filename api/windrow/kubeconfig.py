@@ -57,7 +57,9 @@ class Kubeconfig:
     """
 
     def __init__(self, files: str, context: str = "") -> None:
-        named = (Path(name).expanduser() for name in (files or _DEFAULT).split(os.pathsep) if name)
+        # Where a user has no home, as in a container, `~` stays as it is.
+        written = (name for name in (files or _DEFAULT).split(os.pathsep) if name)
+        named = (Path(os.path.expanduser(name)) for name in written)
         self._read = [(file, _content(file)) for file in named if file.is_file()]
         bodies = [body for _, body in self._read]
         current = (str(found) for body in bodies if (found := body.get("current-context")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import posixpath
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -171,7 +172,10 @@ def place_here(bucket: str) -> Path:
 
     That is its log, report and TensorBoard files, and each checkpoint until it is uploaded.
     """
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    home = os.path.expanduser("~/.cache")
+    # A user of a container may have no home.
+    own = home if os.path.isabs(home) else tempfile.gettempdir()
+    cache = os.environ.get("XDG_CACHE_HOME") or own
     return Path(cache, "windrow", "buckets", path_of(bucket).partition("://")[2])
 
 

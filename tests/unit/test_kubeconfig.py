@@ -6,6 +6,7 @@ import http.server
 import importlib.util
 import json
 import os
+import pwd
 import threading
 
 import pytest
@@ -14,6 +15,7 @@ import yaml
 from windrow.client import WindrowClient, managers_of_spec
 from windrow.errors import UserError
 from windrow.kubeconfig import Kubeconfig, impersonation_headers
+from windrow.outputs import place_here
 
 
 class Seen(http.server.BaseHTTPRequestHandler):
@@ -212,3 +214,17 @@ def test_a_file_in_utf16_or_with_broken_data_is_to_be_corrected(tmp_path):
         with pytest.raises(UserError, match="no cluster to talk to") as refused:
             WindrowClient(kubeconfig=str(broken))
         assert refused.value.remedy.startswith(f"Correct {broken}")
+
+
+def test_a_user_without_a_home_has_no_kubeconfig(monkeypatch):
+    """A container may run as a number that nobody has named."""
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    for name in ("HOME", "KUBECONFIG", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(UserError, match="there is no cluster to talk to"):
+        WindrowClient()
+    assert place_here("s3://b/k").is_absolute()

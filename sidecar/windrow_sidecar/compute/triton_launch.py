@@ -66,12 +66,12 @@ def lacks() -> list[str]:
         missing.append(f"CC names {compiler!r}, which is not a program")
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         missing.append("there is no Python.h (Debian: python3-dev)")
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     try:
+        folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter: a user without a home
         missing.append(f"its cache cannot be written ({error})")
     try:
         ctypes.CDLL("libcuda.so.1")
