@@ -72,6 +72,7 @@ class JobProgress:
     sharing: str = ""  # of a GPU with decode: "spatial", "temporal"
     sharing_reason: str = ""
     sharing_code: str = ""  # as a reason of the condition SharedInSpace
+    joined_with: int = 0  # other jobs whose rows pass in the same tasklets
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,7 @@ class SlotView:
     job: str  # namespace/name, empty: none
     breaker: str
     sharing: str  # of a GPU: in which mode, and why; empty: it has none, or nobody has said
+    joined: int = 0  # jobs whose rows pass in the same tasklets; 0: each has turns of its own
     ranks: int = 1  # over which decode's model and a worker's are cut
 
     @classmethod
@@ -181,6 +182,7 @@ class SlotView:
             sharing=f"{status['sharing']} mode: {status.get('sharingReason', '')}"
             if status.get("sharing")
             else "",
+            joined=sum("joinedWith" in job for job in status.get("jobs") or ()),
             ranks=status.get("ranks") or 1,
         )
 

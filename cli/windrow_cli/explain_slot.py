@@ -55,7 +55,7 @@ def explain_slot(slot: SlotView, events: Sequence[EventView], now: datetime) -> 
         rule=f"{slot.policy}, mode {slot.mode}" if slot.policy else "no policy selects its pod",
         serving=_serving(slot) if heard else "nothing is heard of it",
         shared=_shared(slot) if heard else "",
-        job=slot.job,
+        job=_jobs(slot),
         decisions=f"kubectl -n {slot.namespace} exec {slot.pod} -c SIDECAR -- "
         "windrow explain /run/windrow",
         story=story_of(events, now),
@@ -85,6 +85,12 @@ def _shared(slot: SlotView) -> str:
         parts.append(f"decode and worker on {slot.ranks} ranks, which lend no memory")
     parts += [said for said in (slot.breaker, slot.sharing) if said]
     return "; ".join(parts)
+
+
+def _jobs(slot: SlotView) -> str:
+    if not slot.joined:
+        return slot.job
+    return f"{slot.job}; the rows of {slot.joined} pass in the same tasklets"
 
 
 def text_of(told: SlotExplanation) -> str:

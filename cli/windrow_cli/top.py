@@ -73,6 +73,8 @@ def _over(slot: SlotView) -> str:
 
 
 def _doing(slot: SlotView) -> str:
+    if slot.joined:
+        return f"{slot.job} ({slot.joined} joined)"
     return slot.job or (slot.breaker and f"({slot.breaker})") or ("-" if slot.ready else slot.why)
 
 

@@ -152,6 +152,7 @@ class WorkerProgress:
     checkpoint_path: str = ""
     skipped_rows: int = 0
     cut_rows: int = 0
+    joined_with: int = 0  # other jobs whose rows pass in the same tasklets
 
 
 class RunState(StrEnum):

@@ -247,6 +247,7 @@ def _merged(known: WorkerProgress, said: pb.Progress) -> WorkerProgress:
         checkpoint_path=claims.text(said.checkpoint_path) or known.checkpoint_path,
         skipped_rows=claims.count(said.skipped_rows),
         cut_rows=claims.count(said.cut_rows),
+        joined_with=claims.count(said.joined_with),
     )
 
 

@@ -22,7 +22,7 @@ from windrow.protocol import PREDICTED_FROM
 from windrow_operator.budget import FIGURES_PER_SECOND, WriteBudget
 from windrow_operator.cluster_state import ClusterState, LiveSlot
 from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
-from windrow_operator.model import Slot
+from windrow_operator.model import ALIVE, Slot
 from windrow_operator.work_queue import in_pieces
 
 log = logging.getLogger(__name__)
@@ -387,9 +387,15 @@ class SlotWriter:
                 continue
             metadata = body["metadata"]
             mine = metadata["namespace"] == live.namespace
-            job = {"namespace": metadata["namespace"], "name": metadata["name"] if mine else ""}
+            job: Body = {"namespace": metadata["namespace"]}
+            job["name"] = metadata["name"] if mine else ""
             epoch = (body.get("status") or {}).get("epoch", 0)
-            jobs.append({**job, "uid": holder.uid, "epoch": epoch})
+            job |= {"uid": holder.uid, "epoch": epoch}
+            run = self._cluster.runs.get(holder.uid)
+            if run is not None and run.epoch == epoch and run.state in ALIVE:
+                joined = run.progress.joined_with
+                job |= {"joinedWith": joined} if joined else {}
+            jobs.append(job)
         return jobs
 
 

@@ -114,6 +114,7 @@ class Worker:
         self.base = BaseModel(tiny_llama(), None, None, shared=False)
         self.jobs, self.told, self.endings, self.events, self.states = {}, {}, {}, {}, {}
         self.made: list[JointTurns] = []
+        self.joined: dict[str, list[int]] = {}
 
     def handle(self, name: str, commands=None) -> JobHandle:
         tiny = tiny_job(base=shallow_clone(self.base).model, **KINDS[name])
@@ -141,6 +142,7 @@ class Worker:
             Runner(tiny.stream, self.gate, memory, ledger, told, state),
             failed=lambda error: Ending.FAILED,
             ended=lambda ending: self.endings.update({name: ending}),
+            joined=self.joined.setdefault(name, []).append,
             apart="its adapter is ia3" if name == "apart" else "",
             activation_budget=budget,
         )
@@ -218,6 +220,10 @@ def test_a_job_that_joins_in_the_middle_and_one_that_stops_leave_the_others_as_t
     }
     assert worker.near("tone")
     assert worker.near("late")
+    # With one other, with two, with one again; what ends says nothing more.
+    assert worker.joined["tone"][:3] == [1, 2, 1]
+    assert worker.joined["code"] == [1, 2]
+    assert worker.joined["late"][:2] == [2, 1]
     # What has stopped goes on elsewhere from its own checkpoint.
     again = Worker(tmp_path)
     again.run(again.handle("code"))

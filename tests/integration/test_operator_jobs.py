@@ -354,10 +354,17 @@ def test_a_stale_epoch_that_runs_is_aborted_and_what_is_told_of_it_does_not_coun
     sidecar.beat(now)
     wait_until(lambda: cluster.status().get("step") == "70/100", "what was said after it")
     assert all(message.WhichOneof("message") != "command" for message in sidecar.told)
+    now.progress.joined_with = 2
     sidecar.beat(jobs=[now, running(old)])
     command = sidecar.next("command")
     assert (command.action, command.epoch) == (command.ABORT, 0)
     assert cluster.status()["state"] == "Running"
+
+    def joined():
+        (slot,) = cluster.list("harvestslots")
+        return [job.get("joinedWith") for job in slot["status"]["jobs"]]
+
+    wait_until(lambda: joined() == [2], "the slot says whose rows pass together")
 
 
 def test_a_job_moves_to_the_other_pod_when_its_own_is_gone(placed):

@@ -111,6 +111,7 @@ def test_a_job_that_is_taken_reaches_its_adapter_beside_the_first(carrying):
     joined = "pass in the same tasklets as those of 1 more"
     logs = [pod.run_dir.job_dir(uid) / WORKER_LOG for uid in (UID, "second")]
     assert all(joined in log.read_text() for log in logs)
+    assert 1 in {told.joined_with for told in pod.agent.progress}
     first_goes_on(pod)
 
 

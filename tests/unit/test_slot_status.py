@@ -172,3 +172,18 @@ def test_a_policy_that_insists_on_space_lets_no_job_onto_a_slot_without(wanted, 
     view = Slot("team/decode-0", terms=EffectivePolicy(policy, "harvest"), sharing=found)
     assert bool(capacity_refusal(view)) is lacks
     assert (readiness(view)[1] == Reason.NOT_SHARED_IN_SPACE) is lacks
+
+
+def test_jobs_whose_rows_pass_together_are_shown_as_such():
+    live = LiveSlot("team/decode-0", "team", "decode-0", "decode-0", "pod-0", attached=True)
+    live.facts, live.beat_at = pb.SlotFacts(compute_units=132), NOW
+    live.beat = pb.SlotHeartbeat(engine_state="serving", steps=1)
+    one = {"namespace": "team", "uid": "u", "epoch": 1}
+    jobs = [one | {"name": "a", "joinedWith": 1}, one | {"name": "b", "joinedWith": 1}]
+    jobs.append(one | {"name": "c"})
+    status = slot_status(live, Slot(live.key), jobs, [], NOW)
+    parsed = HarvestSlotStatus.model_validate(status).jobs
+    assert [job.joined_with for job in parsed] == [1, 1, None]
+    view = SlotView.of(slot_object(live) | {"status": status})
+    assert "team/a, team/b, team/c (2 joined)" in str(top.row_of(view))
+    assert "the rows of 2 pass in the same tasklets" in explain_slot(view, [], NOW).job

@@ -57,6 +57,11 @@ class SlotJobStatus(Record):
     name: str = Field(description="Its name.")
     uid: str = Field(description="Its UID.")
     epoch: int = Field(description="Fencing token of this placement.")
+    joined_with: int | None = Field(
+        default=None,
+        description="Other jobs on the slot whose rows pass in the same tasklets. Left out: none, "
+        "its rows have turns of their own.",
+    )
 
 
 class SlotFailure(Record):

@@ -279,7 +279,7 @@ class RunningJob(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("step", "total_steps", "loss", "tokens_per_second", "tokens", "eta_seconds", "checkpoint_step", "checkpoint_path", "skipped_rows", "cut_rows")
+    __slots__ = ("step", "total_steps", "loss", "tokens_per_second", "tokens", "eta_seconds", "checkpoint_step", "checkpoint_path", "skipped_rows", "cut_rows", "joined_with")
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +290,7 @@ class Progress(_message.Message):
     CHECKPOINT_PATH_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_ROWS_FIELD_NUMBER: _ClassVar[int]
     CUT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    JOINED_WITH_FIELD_NUMBER: _ClassVar[int]
     step: int
     total_steps: int
     loss: float
@@ -300,7 +301,8 @@ class Progress(_message.Message):
     checkpoint_path: str
     skipped_rows: int
     cut_rows: int
-    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., tokens: _Optional[int] = ..., eta_seconds: _Optional[float] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., skipped_rows: _Optional[int] = ..., cut_rows: _Optional[int] = ...) -> None: ...
+    joined_with: int
+    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., tokens: _Optional[int] = ..., eta_seconds: _Optional[float] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., skipped_rows: _Optional[int] = ..., cut_rows: _Optional[int] = ..., joined_with: _Optional[int] = ...) -> None: ...
 
 class SlotHeartbeat(_message.Message):
     __slots__ = ("slot", "engine_state", "steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "chunks_kv", "chunks_lent", "chunks_reserved", "chunks_free", "predicted_tokens_per_second", "compute_utilization", "compute_utilization_decode", "memory_utilization", "breaker", "job", "chunks_draining", "jobs", "off", "predicted_from")

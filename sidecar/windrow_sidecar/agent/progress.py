@@ -64,6 +64,7 @@ class ProgressMeter:
             checkpoint_path=latest.checkpoint_path,
             skipped_rows=latest.skipped_rows,
             cut_rows=latest.cut_rows,
+            joined_with=latest.joined_with,
         )
 
     def _rate(self, of: Callable[[agent_pb2.WorkerProgress], int]) -> float:

@@ -253,6 +253,7 @@ def _progress_message(now: JobProgress) -> agent_pb2.WorkerProgress:
         sharing=now.sharing,
         sharing_reason=now.sharing_reason,
         sharing_code=now.sharing_code,
+        joined_with=now.joined_with,
     )
 
 

@@ -349,6 +349,7 @@ class WorkerJobs:
             failed=lambda error: self._fell(pending, ledger, folder, error),
             ended=lambda ending: self._left(slot, context, pending, ending),
             acts=self._turn_of(pending),
+            joined=job_state.join,
             apart=context.apart,
             activation_budget=context.activation_budget,
         )

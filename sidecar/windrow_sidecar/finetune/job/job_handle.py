@@ -34,6 +34,10 @@ def _nothing() -> None:
     pass
 
 
+def _ignore(_: int) -> None:
+    pass
+
+
 @dataclass(eq=False, slots=True)
 class JobHandle:
     """One job of a multiplexer.
@@ -46,6 +50,7 @@ class JobHandle:
         weight: of its share.
         head_start: tokens that count as had already.
         acts: called before it does anything.
+        joined: called with the number of other jobs whose rows pass beside its own, as it changes.
         apart: why its rows cannot pass beside those of others; "": they can.
         activation_budget: what its groups take; needed where its rows can be joined.
     """
@@ -59,6 +64,7 @@ class JobHandle:
     weight: float = 1.0
     head_start: int = 0
     acts: Callable[[], None] = _nothing
+    joined: Callable[[int], None] = _ignore
     apart: str = NOT_LOOKED_AT
     activation_budget: ActivationBudget | None = None
 

@@ -47,6 +47,7 @@ class JobState:
     busy_ns: int = 0
     held_chunks: int = 0
     tokens_restored: int = 0  # real tokens of steps that were done before this process
+    joined_with: int = 0  # other jobs whose rows pass in the same tasklets
     # Of a GPU with decode: the mode, why it is so, and that as a reason of a condition.
     sharing: tuple[str, str, str] = ("", "", "")
     stall: StallWatch = field(default_factory=StallWatch)
@@ -56,6 +57,10 @@ class JobState:
         """The last good one, "" where there is none; None: nobody has looked for it yet."""
         return self.progress.checkpoint_path if self.progress.total_steps else None
 
+    def join(self, others: int) -> None:
+        """Note beside how many other jobs its rows pass; 0: they have turns of their own."""
+        self.joined_with = others
+
     def report(self) -> JobProgress:
         """Progress as of now."""
         memory = memory_stats()
@@ -63,6 +68,7 @@ class JobState:
             self.progress,
             busy_seconds=self.busy_ns / 1e9,
             held_chunks=self.held_chunks,
+            joined_with=self.joined_with,
             sharing=self.sharing[0],
             sharing_reason=self.sharing[1],
             sharing_code=self.sharing[2],

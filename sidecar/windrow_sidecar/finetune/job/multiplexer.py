@@ -129,6 +129,8 @@ class JobMultiplexer:
         more = len(together) - 1
         said = {job: more if job in together else 0 for job in self._live}
         for job, others in said.items():
+            if self._told.get(job, 0) != others:
+                job.joined(others)
             if len(self._live) < 2 or self._told.get(job) == others:
                 continue
             job.acts()
