@@ -93,7 +93,7 @@ def remove(kube, module: Path) -> None:
 
 
 class Queues:
-    """What a test does to Kueue's objects in one namespace."""
+    """Client of Kueue's objects in one namespace, for a test."""
 
     def __init__(self, kube, namespace):
         self.custom, self.namespace = client.CustomObjectsApi(kube), namespace
