@@ -35,6 +35,8 @@ def test_a_request_waits_no_longer_than_its_bound_in_all_its_tokens():
 def test_an_iteration_that_takes_longer_than_the_bound_is_not_taken_again():
     plan = learned(bound_us=200)
     assert not plan.carries([0])
+    assert not plan.ever_carries
+    assert learned().ever_carries
 
 
 def test_the_first_iteration_is_tried_and_what_it_may_take_is_bounded():

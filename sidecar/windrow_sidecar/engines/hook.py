@@ -69,7 +69,7 @@ class StepHook(Protocol):
 
     @property
     def deferral_us(self) -> int:
-        """How long the policy holds a request back that says nothing of its own; 0: it holds none.
+        """Bound on holding back a request that brings none of its own; 0: none is held.
 
         Above 0 the engine says in `StepInput.due_ns` when requests with bounds of their own are
         due.

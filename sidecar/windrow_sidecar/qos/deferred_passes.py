@@ -34,6 +34,11 @@ class DeferredPasses:
         """Time that an iteration costs every request that waits for it: t_f - t_i, not below 0."""
         return max(0.0, self.iteration_us - self.alone_us) if self.iteration_us else 0.0
 
+    @property
+    def ever_carries(self) -> bool:
+        """True where a request that has not waited yet may wait for an iteration."""
+        return self.extra_us < self.bound_us
+
     def carries(self, deferred_us: Iterable[float]) -> bool:
         """Return whether the next pass carries a batch; `deferred_us`: d_r of every request."""
         return all(waited + self.extra_us < self.bound_us for waited in deferred_us)

@@ -7,6 +7,7 @@ times that its StepEvent carries.
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from windrow_sidecar.engines.hook import (
 from windrow_sidecar.qos.deferred_passes import DeferredPasses
 from windrow_sidecar.qos.hybrid_tokens import plan_iteration
 from windrow_sidecar.qos.view import Grant, Phase
+
+_log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.05  # how often an idle engine asks its hook
 # Requests wait for memory that the worker is about to give back: long enough to leave it the core,
@@ -323,7 +326,14 @@ class DecodeLoop:
             took_us = (parts.clock_ns() - begun_ns) / 1e3
             # With a step on board it has computed that as well.
             took_us += 0.0 if ride else plan.alone_us
+            fitted = plan.ever_carries
             more_us = plan.ran_iteration(took_us, whole=turn.whole)
+            if fitted and not plan.ever_carries:
+                _log.warning(
+                    "while requests run no pass carries a finetune batch: that costs each of them "
+                    "%.1f s, and --finetune-deferral allows %.1f s",
+                    *(plan.extra_us / 1e6, plan.bound_us / 1e6),
+                )
             for request in waiting:
                 request.deferred_us += more_us
             parts.partition.activate(parts.units)  # it has set its own number of threads

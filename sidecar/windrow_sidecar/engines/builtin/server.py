@@ -225,6 +225,11 @@ def _run(
     except PeerGone:
         _log.error("the HTTP front has ended: stopping")
         return 0 if signals.stopped else 1
+    except OSError as error:
+        if parts.streamed is None:
+            raise
+        _log.error("a layer cannot be read, so the engine ends: %s", error)
+        return 1
     except (RankEnded, RuntimeError) as error:
         why = parts.others.why_ended() if parts.others is not None else ""
         if not why:

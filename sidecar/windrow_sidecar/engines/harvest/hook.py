@@ -112,7 +112,7 @@ class HarvestHook(HarvestStep):
 
     @property
     def deferral_us(self) -> int:
-        """How long the policy holds requests back; 0: it is none that does."""
+        """Bound of the policy on holding requests back; 0: it holds none."""
         terms = self.controller.terms
         return terms.deferral_us if terms and terms.policy in DEFERRING else 0
 
