@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from windrow.errors import UserError
+from windrow.outputs import OWN_FOLDER
 from windrow_sidecar.finetune.data.confined_files import ConfinedFiles
 from windrow_sidecar.finetune.data.remote import (
     Credentials,
@@ -233,6 +235,56 @@ def test_a_named_checkpoint_leads_nowhere_else(tmp_path):
     (at / "state.json").symlink_to(secret / "manifest.json")
     with pytest.raises(UserError, match="leads by a link out of"):
         store.other(FIRST).newest()
+
+
+@pytest.mark.parametrize("link", ["the folder of a job", "a checkpoint", "files", "a name"])
+def test_what_another_namespace_left_is_refused_by_every_link_on_one_volume(tmp_path, link):
+    """On a volume without a folder for each namespace, where links lead to what others wrote."""
+    store = OnDisk(tmp_path / "volume")
+    bank = JobFolder(store.root / "bank", UID, 1, namespace="bank")
+    bank.claim()
+    theirs = Path(bank.save(Position(1), TENSORS, keep=3))
+    evil = JobFolder(store.root / "evil", "evil-uid", 1, namespace="evil")
+    evil.claim()
+    at, named = evil.root, f"evil/{OWN_FOLDER}/evil-uid"
+    up = "../" * (len(at.relative_to(store.root).parts) - 1)
+    if link == "the folder of a job":
+        shutil.rmtree(at)
+        at.symlink_to(f"{up}bank/{OWN_FOLDER}/{UID}")
+    elif link == "a checkpoint":
+        (evil.checkpoints / theirs.name).symlink_to(f"../../{up}{theirs.relative_to(store.root)}")
+    elif link == "files":
+        (evil.checkpoints / theirs.name).mkdir()
+        for file in theirs.iterdir():
+            leads = f"../../../{up}{file.relative_to(store.root)}"
+            (evil.checkpoints / theirs.name / file.name).symlink_to(leads)
+    else:
+        named = "copy"
+        (store.root / "copy").symlink_to(theirs.relative_to(store.root))
+    with pytest.raises(UserError, match=r"of another namespace|leads by a link out of") as refused:
+        store.other(named, "evil").newest()
+    assert refused.value.field == "spec.checkpoint.resumeFrom"
+    if link == "a name":
+        store.other(named, "bank").claim()
+
+
+def test_whose_a_named_checkpoint_is_and_what_it_holds_are_of_one_directory(tmp_path, monkeypatch):
+    """Somebody exchanges the folder after its owner was looked at."""
+    store = OnDisk(tmp_path / "volume")
+    for namespace, step in (("bank", 7), ("evil", 1)):
+        folder = JobFolder(store.root / namespace, UID, 1, namespace=namespace)
+        folder.claim()
+        folder.save(Position(step), TENSORS, keep=3)
+    look = NamedCheckpoint._refuse_others
+
+    def swap(named, *place):
+        look(named, *place)
+        (store.root / "evil").rename(store.root / "before")
+        (store.root / "evil").symlink_to("bank")
+
+    monkeypatch.setattr(NamedCheckpoint, "_refuse_others", swap)
+    found = store.other(f"evil/{OWN_FOLDER}/{UID}", "evil").newest()
+    assert found.position == Position(1)
 
 
 def test_a_worker_of_an_older_epoch_writes_nothing_any_more(store, folder):

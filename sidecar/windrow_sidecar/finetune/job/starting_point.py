@@ -7,22 +7,23 @@ refused.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
-import posixpath
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
-from windrow.outputs import OWN_FOLDER, path_of
+from windrow.outputs import path_of
 from windrow.redaction import redacted
-from windrow_sidecar.finetune.data.confined_files import ConfinedFiles
+from windrow_sidecar.finetune.data.confined_files import ConfinedFiles, open_beneath
 from windrow_sidecar.finetune.data.remote import answers_later
 from windrow_sidecar.finetune.training.checkpoint import (
     BEGUN,
@@ -42,67 +43,145 @@ _REMEDY: Final = (
 )
 # Of a manifest and of what says when a job began and whose it is.
 _SMALL_BYTES: Final = 2**20
+# From a checkpoint to the folder of all jobs at its destination, which says whose they are.
+_MOST_ABOVE: Final = 3
+_ABOVE: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-@dataclass(frozen=True, slots=True)
-class Files:
-    """Access to the files of one storage.
+class OpenedPlace(Protocol):
+    """A directory that stays the same one while it is read, whatever has its name meanwhile."""
 
-    Attributes:
-        read: returns what a file holds, at most so many bytes where a number is given.
-        names: returns the names in a directory; none where there is no directory.
+    def read(self, name: str, most: int | None) -> bytes:
+        """Return what a file below holds, at most so many bytes where a number is given."""
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a directory below; none where there is no directory. "": this one."""
+
+    def read_above(self, levels: int, name: str) -> bytes:
+        """Return the begin of a file in the directory so many levels above."""
+
+
+# Opens a place by its path or URL.
+OpenPlace = Callable[[str], AbstractContextManager[OpenedPlace]]
+
+
+class _Folder:
+    """A directory of this machine.
+
+    Args:
+        place: as people name it.
+        at: its descriptor.
+        is_confined: whether a link that leads out of it is refused.
     """
 
-    read: Callable[[str, int | None], bytes]
-    names: Callable[[str], list[str]]
+    def __init__(self, place: str, at: int, *, is_confined: bool) -> None:
+        self._place, self._at, self._is_confined = place, at, is_confined
+
+    def read(self, name: str, most: int | None) -> bytes:
+        # A pipe would hold the open itself until somebody writes.
+        return self._content(self._opened(name, os.O_RDONLY | os.O_NONBLOCK), name, most)
+
+    def names(self, folder: str) -> list[str]:
+        try:
+            found = self._opened(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        try:
+            return os.listdir(found)
+        finally:
+            os.close(found)
+
+    def read_above(self, levels: int, name: str) -> bytes:
+        # The system's own `..`: of the directory that is open, and not of a link to it.
+        above = os.open("/".join([".."] * levels) or ".", _ABOVE, dir_fd=self._at)
+        try:
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+            found = os.open(name, flags, dir_fd=above)
+        finally:
+            os.close(above)
+        return self._content(found, name, _SMALL_BYTES)
+
+    def _content(self, descriptor: int, name: str, most: int | None) -> bytes:
+        with os.fdopen(descriptor, "rb") as file:
+            check_room(descriptor, f"{self._place}/{name}")
+            return file.read() if most is None else file.read(most)
+
+    def _opened(self, name: str, flags: int) -> int:
+        if not self._is_confined:
+            return os.open(name, flags | os.O_CLOEXEC, dir_fd=self._at)
+        try:
+            return open_beneath(self._at, name, flags)
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.ELOOP):
+                raise
+            raise _refusal(
+                f"{self._place}/{name} leads by a link out of {self._place}",
+                "Copy the checkpoint's files themselves.",
+            ) from error
 
 
-def local_files(confined: ConfinedFiles | None) -> Files:
-    """Return access to files of this machine.
+def local_files(confined: ConfinedFiles | None) -> OpenPlace:
+    """Return what opens directories of this machine.
 
     Args:
         confined: what may be read; None: everything that the process can read.
     """
 
-    def opened(path: str, flags: int) -> int:
+    @contextmanager
+    def opened(place: str) -> Iterator[OpenedPlace]:
+        flags = os.O_RDONLY | os.O_DIRECTORY
         if confined is None:
-            return os.open(path, flags | os.O_CLOEXEC)
-        return confined.open(Path(path), flags)
-
-    def read(path: str, most: int | None) -> bytes:
-        # A pipe would hold the open itself until somebody writes.
-        found = opened(path, os.O_RDONLY | os.O_NONBLOCK)
-        with os.fdopen(found, "rb") as file:
-            check_room(found, path)
-            return file.read() if most is None else file.read(most)
-
-    def names(path: str) -> list[str]:
+            at = os.open(place, flags | os.O_CLOEXEC)
+        else:
+            at = confined.open(Path(place), flags)
         try:
-            folder = opened(path, os.O_RDONLY | os.O_DIRECTORY)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        try:
-            return os.listdir(folder)
+            yield _Folder(place, at, is_confined=confined is not None)
         finally:
-            os.close(folder)
+            os.close(at)
 
-    return Files(read, names)
+    return opened
 
 
-def bucket_files(system: Any) -> Files:  # noqa: ANN401 - fsspec's
-    """Return access to objects of a bucket."""
+class _Prefix:
+    """Objects of a bucket below a URL.
 
-    def read(url: str, most: int | None) -> bytes:
-        return bytes(system.cat_file(url, start=None if most is None else 0, end=most))
+    Args:
+        url: the URL.
+        system: fsspec's.
+    """
 
-    def names(url: str) -> list[str]:
+    def __init__(self, url: str, system: Any) -> None:  # noqa: ANN401 - fsspec's
+        self._url, self._system = url, system
+
+    def read(self, name: str, most: int | None) -> bytes:
+        return self._content(f"{self._url}/{name}", most)
+
+    def names(self, folder: str) -> list[str]:
         try:
-            entries = system.ls(url, detail=False)
+            entries = self._system.ls(f"{self._url}/{folder}".rstrip("/"), detail=False)
         except FileNotFoundError:
             return []
         return [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
 
-    return Files(read, names)
+    def read_above(self, levels: int, name: str) -> bytes:
+        scheme, _, path = self._url.partition("://")
+        parts = path.split("/")
+        if levels >= len(parts):
+            raise FileNotFoundError(name)
+        above = "/".join(parts[: len(parts) - levels])
+        return self._content(f"{scheme}://{above}/{name}", _SMALL_BYTES)
+
+    def _content(self, url: str, most: int | None) -> bytes:
+        return bytes(self._system.cat_file(url, start=None if most is None else 0, end=most))
+
+
+def bucket_files(system: Any) -> OpenPlace:  # noqa: ANN401 - fsspec's
+    """Return what opens prefixes of a bucket."""
+
+    def opened(url: str) -> AbstractContextManager[OpenedPlace]:
+        return nullcontext(_Prefix(url, system))
+
+    return opened
 
 
 class NamedCheckpoint:
@@ -115,7 +194,7 @@ class NamedCheckpoint:
             is not known whose anything is.
     """
 
-    def __init__(self, place: str, files: Files, namespace: str = "") -> None:
+    def __init__(self, place: str, files: OpenPlace, namespace: str = "") -> None:
         self._place, self._files, self._namespace = path_of(place), files, namespace
 
     def check(self) -> None:
@@ -125,21 +204,15 @@ class NamedCheckpoint:
             UserError: it is not there, is of another version, or the job may not read it.
             OSError: nobody can tell: the storage does not answer.
         """
-        self._refuse_others()
-        for folder in self._folders():
-            manifest = self._manifest(folder)
-            if manifest.get("format") != FORMAT:
-                raise _refusal(
-                    f"{folder} has format {manifest.get('format')}, this version reads {FORMAT}"
-                )
-            return
-        raise _refusal(f"{self._place} holds no checkpoint")
+        with self._opened() as place:
+            self._check(place)
 
     def begun(self) -> datetime | None:
         """Return when its job first was; None: nobody has noted it."""
+        levels = 2 if self._place.rpartition("/")[2].startswith("step-") else 0
         try:
-            noted = self._files.read(f"{self._job_folder()}/{BEGUN}", _SMALL_BYTES)
-            return datetime.fromisoformat(noted.decode())
+            with self._files(self._place) as place:
+                return datetime.fromisoformat(place.read_above(levels, BEGUN).decode())
         except (OSError, ValueError, UserError):
             return None
 
@@ -150,68 +223,85 @@ class NamedCheckpoint:
             UserError: see `check`, or none is whole.
             OSError: see `check`.
         """
-        self.check()
         damaged = []
-        for folder in self._folders():
-            try:
-                found = verify_checkpoint(folder, partial(self._read_of, folder))
-            except UNREADABLE as error:
-                if answers_later(error):
-                    raise
-                why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-                damaged.append(f"{folder}: {redacted(why)}")
-                continue
-            return replace(found, is_named=True)
+        with self._opened() as place:
+            self._check(place)
+            for below in self._folders(place):
+                folder = self._named(below)
+                try:
+                    found = verify_checkpoint(folder, partial(self._read, place, below))
+                except UNREADABLE as error:
+                    if answers_later(error):
+                        raise
+                    why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+                    damaged.append(f"{folder}: {redacted(why)}")
+                    continue
+                return replace(found, is_named=True)
         raise _refusal(f"no checkpoint there is whole: {'; '.join(damaged)}")
 
-    def _folders(self) -> list[str]:
-        """Return the checkpoints at the place, the newest one first."""
-        if MANIFEST in self._names(self._place):
-            return [self._place]
-        found = self._names(f"{self._place}/checkpoints")
+    @contextmanager
+    def _opened(self) -> Iterator[OpenedPlace]:
+        """Open the place once: whose it is and what it holds are of one directory."""
+        with contextlib.ExitStack() as opened:
+            try:
+                with _reading(self._place):
+                    place = opened.enter_context(self._files(self._place))
+            except FileNotFoundError as error:
+                raise _refusal(f"{self._place} holds no checkpoint") from error
+            yield place
+
+    def _check(self, place: OpenedPlace) -> None:
+        self._refuse_others(place)
+        for below in self._folders(place):
+            manifest = self._manifest(place, below)
+            if manifest.get("format") != FORMAT:
+                raise _refusal(
+                    f"{self._named(below)} has format {manifest.get('format')}, this version "
+                    f"reads {FORMAT}"
+                )
+            return
+        raise _refusal(f"{self._place} holds no checkpoint")
+
+    def _folders(self, place: OpenedPlace) -> list[str]:
+        """Return the checkpoints at the place by their paths below it, the newest one first."""
+        with _reading(self._place):
+            if MANIFEST in place.names(""):
+                return [""]
+            found = place.names("checkpoints")
         steps = sorted((name for name in found if name.startswith("step-")), reverse=True)
-        return [f"{self._place}/checkpoints/{name}" for name in steps]
+        return [f"checkpoints/{name}/" for name in steps]
 
-    def _job_folder(self) -> str:
-        """Return the folder of the job whose checkpoint it is."""
-        above, _, name = self._place.rpartition("/")
-        return posixpath.dirname(above) if name.startswith("step-") else self._place
+    def _named(self, below: str) -> str:
+        return f"{self._place}/{below}".rstrip("/")
 
-    def _manifest(self, folder: str) -> dict[str, Any]:
+    def _manifest(self, place: OpenedPlace, below: str) -> dict[str, Any]:
+        name = f"{self._named(below)}/{MANIFEST}"
         try:
-            found = json.loads(self._read(f"{folder}/{MANIFEST}", _SMALL_BYTES))
+            with _reading(name):
+                found = json.loads(place.read(f"{below}{MANIFEST}", _SMALL_BYTES))
         except (FileNotFoundError, ValueError, RecursionError) as error:
-            raise _refusal(f"{folder}/{MANIFEST} cannot be read: {error}") from error
+            raise _refusal(f"{name} cannot be read: {error}") from error
         if not isinstance(found, dict):
-            raise _refusal(f"{folder}/{MANIFEST} is not a manifest")
+            raise _refusal(f"{name} is not a manifest")
         return found
 
-    def _refuse_others(self) -> None:
-        """Refuse what a job of another namespace left, as its destination says."""
-        parts = self._place.split("/")
-        if not self._namespace or OWN_FOLDER not in parts:
-            return
-        last = len(parts) - 1 - parts[::-1].index(OWN_FOLDER)
-        try:
-            held = json.loads(self._read("/".join([*parts[: last + 1], OWNER]), _SMALL_BYTES))
-            owner = str(held["namespace"])
-        except FileNotFoundError:
-            return  # a copy, or of a version that kept no owner
-        except (ValueError, KeyError, TypeError, RecursionError):
-            owner = ""
-        if owner not in ("", self._namespace):
-            raise _refusal(f"{self._place} holds the work of a job of another namespace")
+    def _refuse_others(self, place: OpenedPlace) -> None:
+        """Refuse what a job of another namespace left, as the directories above it say."""
+        for levels in range(1, _MOST_ABOVE + 1) if self._namespace else ():
+            try:
+                with _reading(self._place):
+                    held = json.loads(place.read_above(levels, OWNER))
+                owner = str(held["namespace"])
+            except FileNotFoundError:
+                continue  # a copy, or of a version that kept no owner
+            except (ValueError, KeyError, TypeError, RecursionError):
+                owner = ""
+            if owner not in ("", self._namespace):
+                raise _refusal(f"{self._place} holds the work of a job of another namespace")
 
-    def _read_of(self, folder: str, name: str) -> bytes:
-        return self._read(f"{folder}/{name}")
-
-    def _read(self, path: str, most: int | None = None) -> bytes:
-        with _reading(path):
-            return self._files.read(path, most)
-
-    def _names(self, path: str) -> list[str]:
-        with _reading(path):
-            return self._files.names(path)
+    def _read(self, place: OpenedPlace, below: str, name: str) -> bytes:
+        with _reading(f"{self._named(below)}/{name}"):
+            return place.read(f"{below}{name}", None)
 
 
 @contextmanager
