@@ -1,9 +1,10 @@
 """Measurements of a GPU in one command: `make gpu`.
 
-In order: all that it must have, the tests that want one, decode beside a worker, the engine against
-a plain loop, what memory and shares cost. Each is a process with a limit of time; what does not fit
-into the budget is left out by name, and what fails keeps nothing from what follows but the first,
-without which nothing can run. Each leaves its JSON and its log in a folder, first light is resumed.
+In order: all that it must have, the tests that want one, decode beside a worker, SGLang where it is
+installed, the engine against a plain loop, what memory and shares cost. Each is a process with a
+limit of time; what does not fit into the budget is left out by name, and what fails keeps nothing
+from what follows but the first, without which nothing can run. Each leaves its JSON and its log in
+a folder, first light is resumed.
 
 For example:
   make gpu ARGS="--budget 600 --out out/h200"
@@ -67,11 +68,14 @@ def steps(shape: str) -> tuple[Step, ...]:
     windrow = str(Path(sys.executable).with_name("windrow"))
     doctor = (windrow, "doctor", "--gpu", "--json")
     tests = (sys.executable, "-m", "pytest", "tests/gpu", "tests/contract", "-m", "gpu", "-q")
+    asked = (f"--shape={shape}", "--out=OUT/sglang", "--json=OUT/sglang.json")
+    sglang = (sys.executable, "-m", "benchmarks.sglang_gpu", "--driver=cuda", *asked)
     in_parallel = ("-n", "8", "--dist", "loadfile", "-p", "no:benchmark")
     return (
         Step("doctor", doctor, 30, 120, needed=True, keeps=True),
         Step("tests", tests + in_parallel, 60, 300),
         Step("first_light", benchmark("first_light", f"--shape={shape}", "--resume"), 120, 900),
+        Step("sglang", sglang, 60, 560),
         Step("finetune", benchmark("finetune", f"--shape={shape}", "--quick"), 120, 900),
         Step("memory", benchmark("memory", "--quick"), 60, 300),
     )
