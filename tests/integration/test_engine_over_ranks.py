@@ -102,7 +102,7 @@ def one_rank(model, tmp_path_factory) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_answers_are_those_of_one_rank(model, one_rank, ranks, tmp_path):
-    """With 4 ranks two neighbours have the same key-value head, of two."""
+    """Neighbours share a key-value head: with 4 ranks there are two of them."""
     server = Server(model, tmp_path, ranks)
     try:
         assert len(server.ranks()) == ranks - 1
