@@ -195,6 +195,8 @@ def test_its_definitions_are_the_projects_and_stay_on_uninstall(node):
         ("replicas=0", "/replicas"),
         ("image.pullPolicy=Sometimes", "/image/pullPolicy"),
         ("operator.arguments=--verbose", "/operator/arguments"),
+        # Helm makes a boolean of it, which no node has as a label.
+        ("operator.nodeSelector.gpu=true", "/operator/nodeSelector/gpu"),
     ],
 )
 def test_values_with_a_typo_or_out_of_range_are_refused(node, wrong, told):
