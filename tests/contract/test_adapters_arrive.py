@@ -105,6 +105,15 @@ def test_what_is_not_the_jobs_adapter_leaves_nothing(tmp_path, cache, how, said)
     assert names(cache) == set()
 
 
+def test_the_hub_is_not_asked_for_an_adapter_with_the_pods_own_token(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "of-decode")
+    access = SourceAccess((tmp_path,), pod_credentials=False)
+    mine = Credentials("mine", {"HF_TOKEN": "of-job"})
+    for credentials, token in ((NO_CREDENTIALS, False), (mine, "of-job")):
+        assert AdapterSource("hf://bank/private", credentials, access)._system.token == token
+    assert AdapterSource("hf://bank/own", NO_CREDENTIALS, SourceAccess())._system.token is None
+
+
 class Swapping:
     """An adapter's files; somebody swaps a folder of the cache as they are opened."""
 
@@ -119,7 +128,7 @@ class Swapping:
 @pytest.mark.parametrize("at", [CONFIG_FILE, WEIGHTS_FILE])
 @pytest.mark.parametrize("what", ["folder", "file"])
 def test_an_adapter_is_copied_through_no_link_that_is_put_into_the_cache(tmp_path, cache, at, what):
-    """Who writes to the volume sees the draft, and could have it lead to another's adapter."""
+    """Have the draft, which all who write to the volume see, lead to another's adapter."""
     digest = adapter(tmp_path / "a")
     theirs = adapter(tmp_path / "theirs", 7.0)
 

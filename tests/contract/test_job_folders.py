@@ -239,7 +239,7 @@ def test_a_named_checkpoint_leads_nowhere_else(tmp_path):
 
 @pytest.mark.parametrize("link", ["the folder of a job", "a checkpoint", "files", "a name"])
 def test_what_another_namespace_left_is_refused_by_every_link_on_one_volume(tmp_path, link):
-    """On a volume without a folder for each namespace, where links lead to what others wrote."""
+    """Lead by links to what others wrote, on a volume without a folder for each namespace."""
     store = OnDisk(tmp_path / "volume")
     bank = JobFolder(store.root / "bank", UID, 1, namespace="bank")
     bank.claim()
@@ -269,7 +269,7 @@ def test_what_another_namespace_left_is_refused_by_every_link_on_one_volume(tmp_
 
 
 def test_whose_a_named_checkpoint_is_and_what_it_holds_are_of_one_directory(tmp_path, monkeypatch):
-    """Somebody exchanges the folder after its owner was looked at."""
+    """Exchange the folder after its owner was looked at."""
     store = OnDisk(tmp_path / "volume")
     for namespace, step in (("bank", 7), ("evil", 1)):
         folder = JobFolder(store.root / namespace, UID, 1, namespace=namespace)

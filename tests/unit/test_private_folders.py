@@ -1,4 +1,4 @@
-"""What a process writes for itself stays its own, and reaches a job's folder through no link."""
+"""Keep what a process writes for itself its own; it reaches a job's folder through no link."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ class AdapterSource:
             access.check_bucket(credentials.secret, _SECRET)
             if endpoint := storage_options(place, credentials).get("endpoint_url"):
                 access.check_endpoint(endpoint, _SECRET)
-        self._system = open_file_system(place, credentials)
+        anonymous = not credentials.secret and not access.pod_credentials
+        self._system = open_file_system(place, credentials, anonymous=anonymous)
 
     @contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:

@@ -122,8 +122,13 @@ def storage_options(url: str, credentials: Credentials) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value}
 
 
-def open_file_system(url: str, credentials: Credentials) -> Any:  # noqa: ANN401 - fsspec's
+def open_file_system(url: str, credentials: Credentials, *, anonymous: bool = False) -> Any:  # noqa: ANN401 - fsspec's
     """Return the file system of a destination, by fsspec, without a cache of listings.
+
+    Args:
+        url: of the destination.
+        credentials: for it.
+        anonymous: whether the Hub is asked without the token of this process.
 
     Raises:
         UserError: the Secret lacks a key, or there is no client for the scheme.
@@ -131,13 +136,16 @@ def open_file_system(url: str, credentials: Credentials) -> Any:  # noqa: ANN401
     import fsspec
 
     scheme = urlsplit(url).scheme
+    options = storage_options(url, credentials)
+    if anonymous and scheme == "hf":
+        options["token"] = False
     try:
         return fsspec.filesystem(
             scheme,
             # Fences and checkpoints of other workers must be seen at once; secrets are not kept.
             use_listings_cache=False,
             skip_instance_cache=True,
-            **storage_options(url, credentials),
+            **options,
         )
     except ImportError as error:
         raise UserError(
