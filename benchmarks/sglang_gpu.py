@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -82,11 +83,23 @@ def main(argv: list[str] | None = None) -> int:
         up_within_s=150.0 if on_gpu else 240.0,
     )
     wanted = options.only or [*STAGES]
-    found = asyncio.run(run(bench, {name: STAGES[name] for name in wanted}, options.budget))
+    found = asyncio.run(
+        _until_ended(bench, {name: STAGES[name] for name in wanted}, options.budget)
+    )
     for name, how in found.items():
         print(f"  {name:<9} {how}")
     _write(options.json, found)
     return int(any(how != "passed" for how in found.values()))
+
+
+async def _until_ended(bench: Bench, planned: dict[str, Stage], budget_s: float) -> dict[str, str]:
+    """Run them; SIGTERM, by which a step that takes too long is ended, ends all servers too."""
+    running = asyncio.ensure_future(run(bench, planned, budget_s))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
+    try:
+        return await running
+    except asyncio.CancelledError:
+        return {"ended": "by SIGTERM"}
 
 
 async def run(bench: Bench, planned: dict[str, Stage], budget_s: float) -> dict[str, str]:

@@ -13,6 +13,12 @@ from benchmarks.shapes import write_shape
 
 _STD = 0.02
 _INDEX = "model.safetensors.index.json"
+# SGLang reads the class of a tokenizer from there.
+_TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<|bos|>",
+    "eos_token": "<|eos|>",
+}
 
 
 def write_checkpoint(folder: Path, shape: str, device: str) -> Path:
@@ -24,6 +30,7 @@ def write_checkpoint(folder: Path, shape: str, device: str) -> Path:
     if (folder / _INDEX).exists():
         return folder
     write_shape(folder, shape)
+    (folder / "tokenizer_config.json").write_text(json.dumps(_TOKENIZER))
     config = json.loads((folder / "config.json").read_text())
     draw = torch.Generator(device).manual_seed(1)
     where: dict[str, str] = {}
