@@ -49,6 +49,7 @@ class _Order:
     """An order to a sidecar."""
 
     sidecar: SidecarStream
+    job_uid: str
     asked_at_s: float
     answer: str | None = None  # None: none yet; "": the copy is there
 
@@ -69,13 +70,15 @@ class AdapterCaches:
         clock: Callable[[], float],
     ) -> None:
         self._kube, self._sidecar_of, self._clock = kube, sidecar_of, clock
-        self._orders: dict[tuple[str, str], _Order] = {}  # by pod UID and digest
+        # By pod UID, digest and namespace: each namespace has copies of its own.
+        self._orders: dict[tuple[str, str, str], _Order] = {}
 
     def answered(self, pod_uid: str, told: pb.AdapterStored) -> None:
         """Take a sidecar's answer to an order; others say nothing."""
-        order = self._orders.get((pod_uid, told.digest))
-        if order is not None and order.answer is None:
-            order.answer = claims.text(told.error)
+        for (uid, digest, _), order in self._orders.items():
+            asked = (uid, digest, order.job_uid) == (pod_uid, told.digest, told.job_uid)
+            if asked and order.answer is None:
+                order.answer = claims.text(told.error)
 
     def forget(self, digest: str) -> None:
         """Have copies looked at again that were last looked at a while ago."""
@@ -108,7 +111,7 @@ class AdapterCaches:
                 forget=True,
             )
             sidecar.send(pb.OperatorMessage(adapter=order))
-        for key in [key for key in self._orders if key[1] == digest_of(job)]:
+        for key in [key for key in self._orders if key[1:] == (digest_of(job), job.namespace)]:
             del self._orders[key]
 
     @staticmethod
@@ -170,19 +173,19 @@ class AdapterCaches:
                 f"cache of policy {policy.name}: none is attached, or they are older than that"
             )
         for each, sidecar in attached:
-            order = self._orders.get((each.uid, digest))
+            order = self._orders.get((each.uid, digest, job.namespace))
             if order is None or order.sidecar is not sidecar:
                 continue
             if order.answer == "":
                 return True
             if order.answer:
-                del self._orders[each.uid, digest]  # asked again with the next attempt
+                del self._orders[each.uid, digest, job.namespace]  # asked again later
                 raise NotLoaded(f"{each.key} cannot copy it: {order.answer}")
             if now_s - order.asked_at_s < _ASKED_AGAIN_AFTER_S:
                 return False
         each, sidecar = attached[0]
         message = pb.OperatorMessage(adapter=await self._order(job, policy, keep))
-        self._orders[each.uid, digest] = _Order(sidecar, now_s)
+        self._orders[each.uid, digest, job.namespace] = _Order(sidecar, job.uid, now_s)
         sidecar.send(message)
         return False
 

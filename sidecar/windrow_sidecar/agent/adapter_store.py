@@ -44,20 +44,21 @@ class AdapterStore:
         self._settings, self._told = settings, told
         self._turns: dict[str, asyncio.Lock] = {}  # by the directory of a namespace
         self._places = asyncio.Semaphore(_MOST_AT_A_TIME)
-        self._waiting: set[str] = set()  # digests
+        self._waiting: set[tuple[str, str]] = set()  # directories of namespaces, and digests
         self._processes: set[asyncio.subprocess.Process] = set()
 
     async def store(self, order: attach_pb2.StoreAdapter) -> None:
         """Have an adapter stored, or removed, and tell what became of it; twice the same is one."""
-        if order.digest in self._waiting and not order.forget:
+        copy = order.cache, order.digest
+        if copy in self._waiting and not order.forget:
             return
-        self._waiting.add(order.digest)
+        self._waiting.add(copy)
         try:
             turn = self._turns.setdefault(order.cache, asyncio.Lock())
             async with turn, self._places:
                 error = await self._run(order)
         finally:
-            self._waiting.discard(order.digest)
+            self._waiting.discard(copy)
         if error:
             what = "removed" if order.forget else "stored"
             _log.warning("the adapter of job %s is not %s: %s", order.job_uid, what, error)
