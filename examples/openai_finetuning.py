@@ -69,12 +69,14 @@ for result in job.result_files:
     print(client.files.content(result).text)
 print("tuned model:", job.fine_tuned_model)
 
-# %% Ask the server that you already call, by the tuned model's name.
+# %% Ask the server that you already call: the base model, and by its own name the tuned one.
 if chat_url := os.environ.get("CHAT_BASE_URL"):
     chat = OpenAI(base_url=chat_url)
-    for model in (job.model, job.fine_tuned_model):
+    tuned = str(job.fine_tuned_model)
+    base = tuned.rpartition(":")[0]  # as the server names it; job.model may be its last part
+    for model in (base, tuned):
         answer = chat.chat.completions.create(
-            model=str(model), messages=[SYSTEM, {"role": "user", "content": kept_aside}]
+            model=model, messages=[SYSTEM, {"role": "user", "content": kept_aside}]
         )
         print(model, "says:", answer.choices[0].message.content)
 

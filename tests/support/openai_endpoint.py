@@ -106,6 +106,52 @@ class HeldObjects:
         self.objects.pop(path, None)
 
 
+class ChatServer:
+    """Chat server that knows some models by name, as SGLang's answers OpenAI's client.
+
+    Attributes:
+        asked: the bodies of requests for models that it knows.
+    """
+
+    def __init__(self, *models):
+        self.models, self.asked = models, []
+
+    async def complete(self, request):
+        body = await request.json()
+        if body["model"] not in self.models:
+            message = f"The model `{body['model']}` does not exist"
+            return web.json_response({"error": {"message": message}}, status=404)
+        self.asked.append(body)
+        said = {"role": "assistant", "content": f"As {body['model']} says."}
+        choice = {"index": 0, "message": said, "finish_reason": "stop"}
+        answer = {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"]}
+        return web.json_response({**answer, "choices": [choice]})
+
+
+@contextmanager
+def serving_chat(*models):
+    """Serve a ChatServer while it is open; yields the base URL and the server."""
+    started, ending, chat = Future(), Future(), ChatServer(*models)
+
+    async def run():
+        application = web.Application()
+        application.router.add_post("/v1/chat/completions", chat.complete)
+        runner = web.AppRunner(application, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        started.set_result(f"http://127.0.0.1:{runner.addresses[0][1]}/v1")
+        await asyncio.wrap_future(ending)
+        await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    thread.start()
+    try:
+        yield started.result(timeout=30), chat
+    finally:
+        ending.set_result(None)
+        thread.join()
+
+
 @contextmanager
 def served(held, storage, *, limits=None, template=None, key_secrets=("keys",)):
     """Serve the API over `held` and `storage` while it is open; yields the base URL."""

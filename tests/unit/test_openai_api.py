@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
-from support.openai_endpoint import GROUP, HeldObjects, served
+from support.openai_endpoint import GROUP, HeldObjects, served, serving_chat
 
 from windrow.conditions import set_condition
 from windrow_operator.openai_api import jobs, server
@@ -247,11 +247,18 @@ def test_the_example_for_users_of_openai_runs_to_its_end(held, endpoint, monkeyp
 
     monkeypatch.setenv("OPENAI_BASE_URL", endpoint)
     monkeypatch.setenv("OPENAI_API_KEY", BLUE)
-    monkeypatch.delenv("CHAT_BASE_URL", raising=False)
     monkeypatch.setattr(time, "sleep", passes)
-    cells = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "openai_finetuning.py"))
-    cells["client"].close()
+    tuned = f"{MODEL}:blue.shop-tone"
+    with serving_chat(MODEL, tuned) as (url, chat):
+        monkeypatch.setenv("CHAT_BASE_URL", url)
+        cells = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "openai_finetuning.py"))
+        cells["client"].close()
+        cells["chat"].close()
     said = capsys.readouterr().out
+    # The same question to the base model and to the tuned one, by the names that servers know.
+    assert [body["model"] for body in chat.asked] == [MODEL, tuned]
+    assert {body["messages"][1]["content"] for body in chat.asked} == {"Do you ship abroad?"}
+    assert f"{tuned} says: As {tuned} says." in said
     for line in ("ftjob-shop-tone", "Step 1: train loss=2.5000", "1,2.5,,9", "ftjob-shop-taste"):
         assert line in said
     assert f"tuned model: {MODEL}:blue.shop-tone" in said
