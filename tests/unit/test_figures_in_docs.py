@@ -16,9 +16,9 @@ from windrow_operator.lease import LeaseTimes
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
 from windrow_sidecar.engines.sglang import compat, learning
+from windrow_sidecar.engines.streaming import copying
 from windrow_sidecar.finetune.colocated import agent_link, loading
 from windrow_sidecar.finetune.job import multiplexer
-from windrow_sidecar.finetune.offload import copying
 from windrow_sidecar.finetune.training import health
 from windrow_sidecar.memory.geometry import Geometry
 from windrow_sidecar.qos import terms
