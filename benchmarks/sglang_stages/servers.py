@@ -60,7 +60,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Bench:
-    """What every stage runs on.
+    """Surroundings that every stage runs in.
 
     Attributes:
         python: of the environment that has SGLang.

@@ -88,7 +88,7 @@ async def _listen(reader: asyncio.StreamReader, heard: Heard, *, short: bool) ->
 
 
 class SteadyLoad:
-    """So many requests in flight all the time; a context manager."""
+    """Keep so many requests in flight all the time; a context manager."""
 
     def __init__(self, port: int, *, requests: int, context: int, generate: int) -> None:
         self._port, self._requests = port, requests
