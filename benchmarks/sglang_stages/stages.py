@@ -83,7 +83,8 @@ async def plugin(servers: Servers) -> list[Result]:
         theirs = json.loads(before.read_text())
         same = next((n for n, (a, b) in enumerate(zip(ids, theirs, strict=False)) if a != b), None)
         equal = len(theirs) if same is None else same
-        rows.append(Result("tokens equal to stock's", equal, f"of {len(theirs)}", "higher"))
+        of = f"of {len(theirs)}"
+        rows.append(Result("tokens equal to stock's", equal, of, "higher", goal=len(theirs)))
     if servers.bench.device == "cuda" and not pod.server.says("Capture"):
         raise pod.failed("no CUDA graph was captured over the arena")
     return rows
@@ -259,7 +260,7 @@ def _lent(pod: Pod) -> int:
 
 async def _own_ms(pod: Pod) -> float:
     """Return how long decode's steps take under the load while no worker computes."""
-    pod.operator.set_policy(name="chat", policy="windrow", mode="observe", objective_seconds=1.0)
+    pod.operator.set_policy(name="chat", policy="windrow", mode="off", objective_seconds=1.0)
     async with _steady(pod):
         await asyncio.sleep(1.5)
         steps, _ = await _watch(pod, 4.0)

@@ -71,7 +71,6 @@ async def ask(port: int, heard: Heard, *, context: int, generate: int, **more: A
 
 async def _listen(reader: asyncio.StreamReader, heard: Heard, *, short: bool) -> None:
     seen, last_s = 0, 0.0
-    heard.ids = [] if short else heard.ids
     async for line in reader:
         at = line.rfind(_TOKENS)
         if at < 0:
@@ -80,8 +79,8 @@ async def _listen(reader: asyncio.StreamReader, heard: Heard, *, short: bool) ->
             continue
         now_s = time.monotonic()
         tokens = int(line[at + len(_TOKENS) : at + len(_TOKENS) + 12].split(b",")[0].split(b"}")[0])
-        if short:
-            heard.ids += json.loads(line.partition(b"data:")[2]).get("output_ids", [])
+        if short:  # each line has all of them so far
+            heard.ids = json.loads(line.partition(b"data:")[2]).get("output_ids", heard.ids)
         if seen and tokens > seen:
             heard.gaps.append((now_s, 1000 * (now_s - last_s) / (tokens - seen)))
         seen, last_s = tokens, now_s
