@@ -1,9 +1,9 @@
 """Stages that SGLang has to show on a GPU: stock, with the plugin, and with a worker beside it.
 
-No stage depends on another: each starts the server that it needs where none runs, writes
-OUT/STAGE.json, and where it fails OUT/STAGE.failed.json names the lines of the logs that say why;
-the next one begins all the same. `--driver host` plays them on cores with the tiny model, to see
-that everything runs: its figures mean nothing.
+No stage depends on another: each starts the server that it needs where none runs and writes
+OUT/STAGE.json. Where it fails OUT/STAGE.failed.json names the lines of the logs that say why; the
+next one begins all the same. `--driver host` plays them on cores with the tiny model, to see that
+everything runs: its figures mean nothing.
 
 stock      time between two tokens without the plugin
 plugin     the same with the plugin and nothing harvested: cost of a step at most 1%
