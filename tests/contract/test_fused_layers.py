@@ -136,6 +136,7 @@ def test_copies_of_all_layers_are_made_at_once_and_each_b_in_its_place(interpret
     first, second = programs[:2]
     assert second.fused is not None
     first.refresh()
+    second.refresh()
     with torch.no_grad():
         for parameter in (*first.gate_up.learns, *second.qkv.learns):
             parameter.add_(1.0)

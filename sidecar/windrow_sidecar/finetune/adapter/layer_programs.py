@@ -88,9 +88,8 @@ def use_program(
             for layer in stack.layers:
                 _repack(layer)
         packed = [_packed(layer, adapter, point) for layer in stack.layers]
-        together = tuple(group for program in packed for group in program.groups)
         for program in packed:
-            program.together = together
+            program.others = tuple(g for p in packed if p is not program for g in p.groups)
         why = _differs(stack, packed)
     if why:
         log.info("layers run eagerly, not packed: %s", why)

@@ -39,6 +39,9 @@ class PackedLayer:
     Attributes:
         groups: linear layers of one input each, in the order in which a forward runs them: q, k and
             v; o; gate and up; down.
+        others: groups of other layers, whose copies are made at the same time.
+        head: units of a head.
+        fused: runs both functions in fewer launches; None: torch's operators run them.
     """
 
     name: ProgramName = "packed"
@@ -60,7 +63,7 @@ class PackedLayer:
         self.gate_up = self._group("gate_up", [of["gate_proj"], of["up_proj"]])
         self.down = self._group("down", [of["down_proj"]])
         self.groups = (self.qkv, self.o, self.gate_up, self.down)
-        self.together: tuple[PackedLinears, ...] = self.groups
+        self.others: tuple[PackedLinears, ...] = ()
         self._learns = tuple(p for group in self.groups for p in group.learns)
         self._weights = tuple(p.weight for group in self.groups for p in group.projections)
         self._seen: tuple[int, ...] = ()
@@ -98,7 +101,7 @@ class PackedLayer:
         """Make the packed copies of what has changed, those of all layers at once."""
         seen = self._look()
         if seen != self._seen:
-            refresh(self.together)
+            refresh(self.groups, self.others)
             self._seen = seen
 
     def fuse(self, fused: FusedLayer | None) -> None:

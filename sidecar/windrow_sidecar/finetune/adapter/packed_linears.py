@@ -179,6 +179,16 @@ class PackedLinears:
             seen += (parameter.data_ptr(), parameter._version)
         return tuple(seen)
 
+    def copies_alone(self, seen: tuple[int, ...]) -> bool:
+        """Return whether only the adapter differs from what `look` saw, and weights are not read.
+
+        Args:
+            seen: by `look` now.
+        """
+        places = len(self.projections)
+        decomposed = any(part.is_decomposed for part in self._parts)
+        return bool(self._parts) and seen[:places] == self._seen[:places] and not decomposed
+
     def refresh(self) -> None:
         """Make the packed copies, if the adapter or the place of a weight has changed."""
         refresh((self,))
@@ -476,12 +486,21 @@ class PackedLinears:
         self._tensors[f"{self._name}.{name}"] = tensor
 
 
-def refresh(groups: Sequence[PackedLinears]) -> None:
+def refresh(groups: Sequence[PackedLinears], others: Sequence[PackedLinears] = ()) -> None:
     """Make the packed copies of all groups whose adapter or weights' place has changed.
 
     In one call for all of them: a GPU takes up to 64 tensors a launch.
+
+    Args:
+        groups: of the layer that runs next, whose weights are there.
+        others: of other layers, whose weights may not be: of these only copies that need none.
     """
     now = [(group, seen) for group in groups if (seen := group.look()) != group._seen]
+    now += [
+        (group, seen)
+        for group in others
+        if (seen := group.look()) != group._seen and group.copies_alone(seen)
+    ]
     with torch.no_grad():
         copies = [pair for group, _ in now for pair in group._to_copy()]
         if copies:
