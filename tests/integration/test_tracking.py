@@ -143,11 +143,13 @@ def test_a_confined_job_gets_names_of_the_pods_environment_and_none_of_its_crede
         "MLFLOW_TRACKING_TOKEN": "hidden",
         "AWS_SECRET_ACCESS_KEY": "hidden",
         "PATH": "/bin",
+        "HOME": "/home/of-pod",
     }
     (found,) = services_of(job_of({"mlflow": {}}), environ=environ)
     assert found.document["uri"] == "https://of.pod"
     assert "hidden" not in json.dumps([found.document, found.environment])
     assert found.environment["PATH"] == "/bin"
+    assert "of-pod" not in found.environment["HOME"]  # ~/.mlflow/credentials
     (own,) = services_of(job_of({"mlflow": {}}, confined=False), environ=environ)
     assert own.document["variables"]["MLFLOW_TRACKING_TOKEN"] == "hidden"
     assert "hidden" not in repr(own)

@@ -47,6 +47,7 @@ _ENDS_WITHIN_S = 120.0
 _LONGEST_NEWS = 400
 # What a confined job's client may not find in the environment of the pod.
 _OWN_OF_POD = ("MLFLOW_", "WANDB_", "DATABRICKS_", "AWS_", "HF_", "HUGGING_FACE_", "GOOGLE_")
+_NO_HOME = "/nonexistent"  # as Debian calls that of users who have none
 _DEFAULT_WANDB = "https://api.wandb.ai"
 
 
@@ -174,7 +175,8 @@ class _Settings:
             for name, value in self._environ.items()
             if not name.upper().startswith(_OWN_OF_POD)
         }
-        return kept | {"NETRC": os.devnull}
+        # Clients read credentials below the home directory as well (~/.mlflow, ~/.netrc).
+        return kept | {"NETRC": os.devnull, "HOME": _NO_HOME}
 
 
 def _refuse_missing(package: str, place: str) -> None:
