@@ -184,7 +184,9 @@ async def adapter(servers: Servers) -> list[Result]:
     """Load an adapter into a server that serves adapters, and have it answer."""
     folder = servers.bench.out / "adapter"
     _write_adapter(servers.bench, folder)
-    options = ("--enable-lora", "--max-lora-rank=16", "--lora-target-modules=all")
+    options = ["--enable-lora", "--max-lora-rank=16", "--lora-target-modules", "q_proj", "v_proj"]
+    if servers.bench.device == "cpu":
+        options.append("--lora-backend=torch_native")
     pod = await servers.get("lora", *options)
     began_s = time.monotonic()
     await _post(pod, "/load_lora_adapter", {"lora_name": "tone", "lora_path": str(folder)})
@@ -194,6 +196,8 @@ async def adapter(servers: Servers) -> list[Result]:
         await ask(pod.port, heard, context=32, generate=16, seed=5, lora_path="tone")
     except RuntimeError as error:
         raise pod.failed(f"the adapter does not answer: {error}") from error
+    if not heard.ids:
+        raise pod.failed("the adapter's answer has no token")
     return [
         Result("adapter loaded", loaded_s, "s", "lower"),
         Result("tokens by the adapter", len(heard.ids), "tokens", "higher", goal=16),
@@ -226,6 +230,8 @@ def _no_errors(pod: Pod, heard: Heard) -> None:
 async def _short_answer(pod: Pod) -> list[int]:
     heard = Heard()
     await ask(pod.port, heard, context=32, generate=48, seed=99, rid="answer-1")
+    if not heard.ids:
+        raise pod.failed("a short answer has no token")
     return heard.ids
 
 
