@@ -28,7 +28,7 @@ from windrow_sidecar.testing.equality import (
 from windrow_sidecar.testing.models import save_random_llama
 from windrow_sidecar.testing.rounding import apart, in_type_of
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.equality]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LAYERS = 6
 DORA = {"lora": {"rank": 4, "alpha": 8, "useDora": True}}
@@ -86,6 +86,7 @@ def test_a_step_has_the_very_logits_of_an_engine_that_holds_all_layers(decode_of
     assert len(streamed.streamed.layers.resident) <= capacity
 
 
+@pytest.mark.equality
 @pytest.mark.parametrize(
     ("adapter", "max_tokens"),
     [(None, 4096), (DORA, 64)],
