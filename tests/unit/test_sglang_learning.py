@@ -169,6 +169,37 @@ def test_a_policy_that_observes_is_told_a_gain_and_harvests_by_no_estimate():
     assert inner.profiles[-1] is None
 
 
+def test_a_policy_that_observes_again_keeps_what_was_measured():
+    levels, inner, kept = host_levels(2), Inner("harvest"), []
+    parts = SimpleNamespace(
+        inner=inner,
+        splits=levels,
+        subject=Subject("host:2-cores", "host", "sglang", "0.5.23", "f"),
+        link=SimpleNamespace(set_profile=lambda _: None),
+        keep_profile=kept.append,
+    )
+    learner = SoloLearner(levels)
+    harvest = SchedulerHarvest(parts, learner)
+
+    def steps(units):
+        for batch in (4, 6, 8):
+            for _ in range(60):
+                facts = StepInput(1, 0, batch, 100, 0, 0, 0)
+                at = units or learner.units or 2
+                harvest._learn(_Step(facts, None, at, 0, 0), took_us(at, batch, 100))
+
+    while not kept:
+        steps(0)
+    measured = inner.profiles[-1]
+    assert measured is kept[-1]
+    inner.controller.terms.mode = "observe"
+    steps(2)
+    harvest._forget_estimate()
+    inner.controller.terms.mode = "harvest"
+    harvest._forget_estimate()
+    assert inner.profiles[-1] is measured
+
+
 def test_the_tokens_of_a_step_are_those_that_its_requests_got_in_it():
     def request(rid: str) -> SimpleNamespace:
         return SimpleNamespace(rid=rid, output_ids=[], finished=lambda: False)

@@ -120,6 +120,7 @@ class SchedulerHarvest:
         self._confined = False
         self._full_share = FullShareEstimate(parts.splits) if learner is not None else None
         self._estimated = False  # whether decisions rest on that
+        self._learnt = False  # whether they rest on steps of each share
 
     @property
     def is_awake(self) -> bool:
@@ -414,7 +415,8 @@ class SchedulerHarvest:
         assert self._learner is not None
         facts = step.facts
         if self._observes():
-            self._estimate(step, latency_us)
+            if not self._learnt:  # what was measured says more than an estimate
+                self._estimate(step, latency_us)
             return
         self._learner.add(step.units, facts.batch, facts.context_tokens, latency_us)
         samples = self._learner.news()
@@ -426,7 +428,7 @@ class SchedulerHarvest:
         except UserError:
             _log.exception("the steps seen so far make no latency profile")
             return
-        self._estimated = False
+        self._estimated, self._learnt = False, True
         _log.info("latency profile from %d kinds of steps", len(samples))
         self._parts.link.set_profile(Profile(self._parts.subject.key, dumps(profile)))
         self._parts.keep_profile(profile)
