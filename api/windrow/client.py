@@ -510,6 +510,19 @@ def check_head(body: Mapping[str, Any], kind: Kind) -> None:
     metadata = body.get("metadata")
     if not isinstance(metadata, Mapping) or not isinstance(metadata.get("name"), str):
         raise UserError("is missing", field="metadata.name", remedy="Give the object a name.")
+    for key in ("labels", "annotations"):
+        entries = metadata.get(key) or {}
+        if not isinstance(entries, Mapping):
+            raise UserError(
+                f"{entries!r} is not an object", field=f"metadata.{key}", remedy="Write NAME: TEXT."
+            )
+        for name, value in entries.items():
+            if value is not None and not isinstance(value, str):
+                raise UserError(
+                    f"{value!r} is not text",
+                    field=f"metadata.{key}[{name}]",
+                    remedy="Put quotes around the value.",
+                )
 
 
 def _load(kubeconfig: Filename | None, context: str) -> tuple[k8s.ApiClient, str]:

@@ -26,7 +26,7 @@ _HOST_TRANSFERS = ("mooncake", "fake")
 _DRAFTS = ("EAGLE", "EAGLE3", "NEXTN")
 _KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 # Options that put other memory, other ranks or other loops where the plugin expects SGLang's own:
-# attribute of ServerArgs, the value that is fine, what to write.
+# attribute of ServerArgs, the value that is fine, what to write ("": leave the switch out).
 _PLAIN: tuple[tuple[str, object, str], ...] = (
     # Before the sizes that come with them: an error names the first.
     (
@@ -34,21 +34,21 @@ _PLAIN: tuple[tuple[str, object, str], ...] = (
         1,
         "--nnodes 1: the ranks of a slot are in one pod, not in a LeaderWorkerSet's group",
     ),
-    ("enable_dp_attention", False, "no --enable-dp-attention"),
+    ("enable_dp_attention", False, ""),
     ("tp_size", 1, "--tp-size 1, and a server on each GPU"),
     ("pp_size", 1, "--pp-size 1"),
     ("dp_size", 1, "--dp-size 1, and a server on each GPU"),
     ("dcp_size", 1, "--dcp-size 1"),
-    ("enable_multi_layer_eagle", False, "no --enable-multi-layer-eagle"),
-    ("enable_pdmux", False, "no --enable-pdmux"),
-    ("enable_memory_saver", False, "no --enable-memory-saver"),
-    ("enable_unified_memory", False, "no --enable-unified-memory"),
-    ("enable_page_major_kv_layout", False, "no --enable-page-major-kv-layout"),
-    ("enable_hierarchical_cache", False, "no --enable-hierarchical-cache"),
-    ("enable_hisparse", False, "no --enable-hisparse"),
-    ("enable_kv_cache_sharding", False, "no --enable-kv-cache-sharding"),
-    ("enable_pd_role_switch", False, "no --enable-pd-role-switch"),
-    ("cpu_offload_gb", 0, "no --cpu-offload-gb"),
+    ("enable_multi_layer_eagle", False, ""),
+    ("enable_pdmux", False, ""),
+    ("enable_memory_saver", False, ""),
+    ("enable_unified_memory", False, ""),
+    ("enable_page_major_kv_layout", False, ""),
+    ("enable_hierarchical_cache", False, ""),
+    ("enable_hisparse", False, ""),
+    ("enable_kv_cache_sharding", False, ""),
+    ("enable_pd_role_switch", False, ""),
+    ("cpu_offload_gb", 0, "--cpu-offload-gb 0"),
 )
 
 
@@ -112,6 +112,8 @@ def check_arguments(args: Any) -> None:  # noqa: ANN401  SGLang's ServerArgs
         value = getattr(args, name, fine)
         if value != fine and not (fine in (False, None) and not value):
             flag = "--" + name.replace("_", "-")
+            if fine is False:
+                raise UserError("is not supported yet", field=flag, remedy="Leave it out.")
             raise UserError(f"{value} is not supported yet", field=flag, remedy=f"Use {remedy}.")
     check_speculation(
         getattr(args, "speculative_algorithm", None), getattr(args, "speculative_eagle_topk", None)

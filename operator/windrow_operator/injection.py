@@ -239,7 +239,7 @@ def _note_on_model(decoder: Mapping[str, Any], asked: SidecarSpec) -> tuple[str,
             "decode by what its engine reports, and the sidecar mounts no model of decode's. Write "
             "--model-path beside it",
         )
-    if not written:
+    if not written and not model:
         return (
             "the command line names no model (--model-path): jobs find this decode by what its "
             "engine reports, and the sidecar mounts no model of decode's",

@@ -275,8 +275,33 @@ def _name(manifest: Mapping[str, Any]) -> str:
 # --- what the API server would refuse -------------------------------------------------------------
 
 
+def shape_of_manifest(manifest: Mapping[str, Any]) -> str:
+    """Return what keeps a manifest from being searched for pods; empty: nothing."""
+    if problem := _shape_of_objects(manifest, ("metadata", "spec")):
+        return problem
+    if problem := _shape_of_objects(manifest.get("spec") or {}, ("template", "jobTemplate")):
+        return f"spec.{problem}"
+    return ""
+
+
+def _shape_of_objects(body: Mapping[str, Any], keys: Sequence[str]) -> str:
+    for key in keys:
+        if body.get(key) is not None and not isinstance(body[key], Mapping):
+            return f"{key} is not an object"
+    return ""
+
+
 def shape_of(pod: Mapping[str, Any]) -> str:
     """Return where a pod has another shape than Kubernetes takes; empty: nowhere that counts."""
+    if problem := _shape_of_objects(pod, ("metadata",)):
+        return problem
+    for key in ("labels", "annotations"):
+        entries = (pod.get("metadata") or {}).get(key)
+        if entries is not None and not isinstance(entries, Mapping):
+            return f"metadata.{key} is not an object"
+        for name, value in (entries or {}).items():
+            if value is not None and not isinstance(value, str):
+                return f"metadata.{key}[{name}] is {value!r}, not a string: put quotes around it"
     spec = pod.get("spec")
     if not isinstance(spec, Mapping):
         return "spec is not an object"

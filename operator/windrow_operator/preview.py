@@ -20,7 +20,7 @@ from windrow_operator.injection import (
     SidecarTemplate,
     inject,
 )
-from windrow_operator.manifests import pods_in, shape_of
+from windrow_operator.manifests import pods_in, shape_of, shape_of_manifest
 from windrow_operator.model import Refusal
 from windrow_operator.pods import pod_of
 from windrow_operator.policies import policy_of, selects
@@ -77,16 +77,22 @@ def previews(
     manifests: list[dict[str, Any]], policy: dict[str, Any] | None
 ) -> list[dict[str, Any]]:
     """Return what would happen to each pod that `manifests` make; `where` names it."""
-    found = [each for manifest in manifests for each in pods_in(manifest)]
     answers = []
-    for each in found:
-        if problem := shape_of(each.pod):
-            why = f"the API server would refuse the pod: {problem}"
-            answer = {"rule": "", "touched": False, "why": why, "reason": "NotValid"}
-        else:
-            answer = preview(each.pod, policy)
-        answers.append({"where": each.where, **answer})
+    for manifest in manifests:
+        kind = str(manifest.get("kind") or "Pod")
+        if problem := shape_of_manifest(manifest):
+            answers.append({"where": kind, **_not_valid(kind, problem)})
+            continue
+        for each in pods_in(manifest):
+            problem = shape_of(each.pod)
+            answer = _not_valid("pod", problem) if problem else preview(each.pod, policy)
+            answers.append({"where": each.where, **answer})
     return answers
+
+
+def _not_valid(what: str, problem: str) -> dict[str, Any]:
+    why = f"the API server would refuse the {what}: {problem}"
+    return {"rule": "", "touched": False, "why": why, "reason": "NotValid"}
 
 
 def main() -> int:

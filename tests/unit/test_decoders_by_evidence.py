@@ -263,6 +263,14 @@ def test_sglang_serve_names_its_model_by_place(words, model):
     assert model_of(container(command=words)) == model
 
 
+def test_a_model_by_place_is_not_noted_as_missing():
+    by_place = pod(container(command=["sglang", "serve", "/models/m", *DECODE]))
+    without = pod(container(command=["sglang", "serve", *DECODE]))
+    missing = "the command line names no model"
+    assert not any(missing in note for note in prepared(by_place).notes)
+    assert any(missing in note for note in prepared(without).notes)
+
+
 def test_a_model_whose_value_the_spec_does_not_hold_is_told():
     body = pod(container(command=[*SGLANG, *DECODE, "--model-path", "$(MODEL_PATH)"]))
     (note,) = prepared(body).notes

@@ -9,6 +9,7 @@ from windrow.crd import parse_job_spec, parse_policy_spec
 from windrow.errors import UserError
 from windrow_lab.cluster import manifests
 from windrow_lab.cluster.manifests import DecodePod
+from windrow_lab.demo import run
 from windrow_lab.machine import resources, sglang
 from windrow_lab.machine.devices import Device, devices
 from windrow_lab.realnode import pods as realpods
@@ -54,6 +55,13 @@ def test_a_decode_pod_over_ranks_is_asked_for_by_sglangs_flag():
     decode = DecodePod("decode-0", 8001, Device((0, 1)), Path("/m"), ranks=2)
     (container,) = manifests.decode_pod(decode)["spec"]["containers"]
     assert "--tp-size=2" in container["args"]
+
+
+def test_ranks_that_cannot_share_the_models_heads_are_refused_before_anything_starts():
+    run.check_ranks(ROOT / "models" / "windrow-tiny", 2)
+    with pytest.raises(UserError, match="8 attention heads, which 3 ranks") as refused:
+        run.check_ranks(ROOT / "models" / "windrow-tiny", 3)
+    assert refused.value.field == "--tp"
 
 
 def test_a_pod_of_sglang_starts_its_server_from_the_environment_that_was_made_for_it():

@@ -44,12 +44,32 @@ def test_without_a_run_directory_it_is_an_ordinary_server(tmp_path):
         (["--tp-size", "2", "--decode-step", "static"], "--decode-step"),
         (["--tp-size", "2", "--profile", "roofline"], "--profile"),
         (["--port", "70000"], "--port"),
+        (["--weights-budget", "0"], "--weights-budget"),
+        (["--finetune-deferral", "30s"], "--finetune-deferral"),
+        (["--finetune-objective", "40ms"], "--finetune-objective"),
+        (["--finetune-policy", "flexllm"], "--finetune-policy"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_its_flag(tmp_path, argv, field):
     with pytest.raises(UserError) as refused:
         parse(tmp_path, *argv)
     assert refused.value.field == field
+
+
+def test_a_number_that_is_none_is_refused_in_words(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse(tmp_path, "--tp", "two")
+    assert "'two' is not a whole number" in capsys.readouterr().err
+
+
+def test_a_policy_on_the_command_line_is_refused_where_the_sidecar_sends_it(tmp_path):
+    with pytest.raises(UserError, match="sends the policy") as refused:
+        parse(
+            tmp_path,
+            *["--finetune", "in-engine", "--finetune-policy", "flexllm"],
+            **{ENV_RUN_DIR: "/run/windrow"},
+        )
+    assert refused.value.field == "--finetune-policy"
 
 
 @pytest.mark.parametrize("effort", ["roofline", "quick", "full"])

@@ -175,3 +175,21 @@ def test_what_the_api_server_would_refuse_is_said_with_its_place(container, prob
     (answer,) = previews([pod], None)
     assert answer["touched"] is False
     assert problem in answer["why"]
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({"kind": "Pod", "metadata": 3, "spec": {}}, "the Pod: metadata is not an object"),
+        ({"kind": "Pod", "spec": [1]}, "the Pod: spec is not an object"),
+        (manifest("Deployment", template=3), "the Deployment: spec.template is not an object"),
+        (
+            {"kind": "Pod", "metadata": {"labels": {"a": 1}}, "spec": {"containers": [DECODE]}},
+            "metadata.labels[a] is 1, not a string: put quotes around it",
+        ),
+    ],
+)
+def test_a_manifest_of_another_shape_is_said_with_its_place(body, problem):
+    (answer,) = previews([body], None)
+    assert answer["touched"] is False
+    assert problem in answer["why"]

@@ -180,7 +180,11 @@ PLAIN = [
         (["--tensor-parallel-size=8"], OFFICIAL, "--tp-size"),
         (["--dp", "2"], OFFICIAL, "--dp-size"),
         (["--tp", "16", "--nnodes", "2"], OFFICIAL, "not in a LeaderWorkerSet's group"),
-        (["--tp", "8", "--enable-dp-attention"], OFFICIAL, "--enable-dp-attention"),
+        (
+            ["--tp", "8", "--enable-dp-attention"],
+            OFFICIAL,
+            "--enable-dp-attention: is not supported",
+        ),
         (["--kv-cache-dtype", "fp4_e2m1"], OFFICIAL, "--kv-cache-dtype"),
         (["--speculative-algorithm", "EAGLE"], OFFICIAL, ""),
         (["--speculative-algo", "UNO"], OFFICIAL, "--speculative-algorithm"),

@@ -19,7 +19,7 @@ from kubernetes import client as k8s
 from rich.console import Console
 
 from windrow.client import NotFound, WindrowClient, read_manifest
-from windrow.errors import WindrowError
+from windrow.errors import UserError, WindrowError
 from windrow.eventlog import FLUSH_INTERVAL_S, StepEvent
 from windrow.views import JobView
 from windrow_lab.cluster import manifests, serving
@@ -187,6 +187,22 @@ def run(settings: DemoSettings, console: Console) -> dict[str, Any]:
     return conclude(on, job, objective)
 
 
+def check_ranks(model: Path, ranks: int) -> None:
+    """Refuse a number of ranks that a model's heads do not divide into; the engine checks the rest.
+
+    Raises:
+        UserError: naming `--tp`.
+    """
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    heads = int(config.get("num_attention_heads") or 0)
+    if heads % ranks:
+        raise UserError(
+            f"the model has {heads} attention heads, which {ranks} ranks cannot share evenly",
+            field="--tp",
+            remedy="Use a number of ranks that divides it.",
+        )
+
+
 @contextlib.contextmanager
 def stage(settings: DemoSettings, console: Console) -> Iterator[DemoStage]:
     """Check the input, start a control plane with operator and node, and end all of it."""
@@ -206,6 +222,7 @@ def stage(settings: DemoSettings, console: Console) -> Iterator[DemoStage]:
         trace=settings.trace,
     )
     model = resources.find(resources.MODEL, option="--model", given=settings.model)
+    check_ranks(model, settings.tp)
     rows = resources.find(resources.ROWS, option="--rows", given=settings.rows)
     if settings.node is not None:
         realpods.require_mounted(model, option="--model")

@@ -151,7 +151,9 @@ def asked_partition(environment: Mapping[str, str]) -> DecodePartition:
     wanted = environment.get(ENV_PARTITION, "") or "none"
     if wanted not in ("none", "green"):
         raise UserError(
-            f"decode cannot be confined by {wanted!r}", field=ENV_PARTITION, remedy="none or green."
+            f"decode cannot be confined by {wanted!r}",
+            field=ENV_PARTITION,
+            remedy="Write none or green.",
         )
     return cast("DecodePartition", wanted)
 

@@ -30,6 +30,7 @@ A request with bootstrap_host or bootstrap_room counts as one whose KV a prefill
 
 # Where nothing is said: (arena, block) bytes. On a GPU a block is what its virtual memory maps.
 _SIZES = {"cpu": (192 << 20, 128 << 10), "cuda": (16 << 30, 2 << 20)}
+_DEFERRAL_S = 0.4  # FineInfer's bound on what a request waits for finetuning
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -73,7 +74,9 @@ class EngineSettings:
     ranks: int = 1  # over which the model is cut
     weights_budget_bytes: int = 0  # that weights may take; 0: all of them stay in memory
     weights_rate: int | None = None  # bytes a second that streamed layers come at, at most
-    finetune_deferral_s: float = 0.4  # that a request may wait for finetuning, of streamed layers
+    finetune_deferral_s: float = (
+        _DEFERRAL_S  # that a request may wait for finetuning, of streamed layers
+    )
     watchdog_s: float = 300.0  # a pass in which a rank takes longer ends the engine
 
     @classmethod
@@ -87,6 +90,7 @@ class EngineSettings:
         _check(given)
         _check_finetune(given, in_pod=bool(run_dir))
         _check_streamed(given)
+        _check_unused(given, in_pod=bool(run_dir))
         _check_profile(given, in_pod=bool(run_dir))
         on_gpu = given.device != "cpu"
         host_attention = _chosen(given.attention_backend, "torch")
@@ -126,9 +130,9 @@ class EngineSettings:
             finetune_objective_s=given.finetune_objective,
             finetune_policy=given.finetune_policy
             or ("fineinfer" if given.weights_budget else "temporal"),
-            weights_budget_bytes=given.weights_budget,
+            weights_budget_bytes=given.weights_budget or 0,
             weights_rate=given.weights_rate,
-            finetune_deferral_s=given.finetune_deferral,
+            finetune_deferral_s=given.finetune_deferral or _DEFERRAL_S,
             ranks=given.tp_size,
             watchdog_s=given.watchdog_timeout,
         )
@@ -207,7 +211,6 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--weights-budget",
         type=n_bytes,
-        default=0,
         metavar="BYTES",
         help="memory that weights may take, for example 2GiB, on cores: layers that do not fit are "
         "read from the checkpoint's files in each pass (default: all weights stay)",
@@ -278,7 +281,6 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--finetune-deferral",
         type=_seconds,
-        default=0.4,
         metavar="TIME",
         help="with --weights-budget: what a request may wait for finetuning, all its tokens "
         "together, for example 30s (0.4s)",
@@ -299,7 +301,7 @@ def _seconds(text: str) -> float:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time: write 40ms") from error
     if not 0 < seconds < 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not a time per token: write 40ms")
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and one hour: write 40ms")
     return seconds
 
 
@@ -324,7 +326,10 @@ def n_bytes(text: str) -> int:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from error
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
@@ -441,14 +446,24 @@ def _check_finetune(given: argparse.Namespace, *, in_pod: bool) -> None:
 
 def _check_streamed(given: argparse.Namespace) -> None:
     """Refuse what streamed layers cannot do, before anything is loaded."""
-    if not given.weights_budget:
-        if given.weights_rate is not None:
-            raise UserError(
-                "all weights stay in memory: there is nothing to slow down",
-                field="--weights-rate",
-                remedy="Add --weights-budget, or leave it out.",
-            )
+    if given.weights_budget is None:
+        for field, value, problem in (
+            ("--weights-rate", given.weights_rate, "there is nothing to slow down"),
+            ("--finetune-deferral", given.finetune_deferral, "no pass carries a finetune batch"),
+        ):
+            if value is not None:
+                raise UserError(
+                    f"all weights stay in memory: {problem}",
+                    field=field,
+                    remedy="Add --weights-budget, or leave it out.",
+                )
         return
+    if given.weights_budget == 0:
+        raise UserError(
+            "0 bytes hold no layer",
+            field="--weights-budget",
+            remedy="Give a size, for example 2GiB, or leave it out: all weights then stay.",
+        )
     asked = (
         ("--device", given.device != "cpu", "layers are streamed on cores only"),
         ("--random-weights", given.random_weights is not None, "made-up weights have no file"),
@@ -472,4 +487,20 @@ def _check_streamed(given: argparse.Namespace) -> None:
                 field=field,
                 remedy="Leave it out, or leave out --weights-budget.",
                 reason="StreamingUnsupported",
+            )
+
+
+def _check_unused(given: argparse.Namespace, *, in_pod: bool) -> None:
+    """Refuse what is said of a job where the command line names none: it would change nothing."""
+    if given.finetune_job:
+        return
+    for field, value in (
+        ("--finetune-objective", given.finetune_objective),
+        ("--finetune-policy", given.finetune_policy),
+    ):
+        if value is not None:
+            raise UserError(
+                "the sidecar of this pod sends the policy" if in_pod else "there is no job",
+                field=field,
+                remedy="Leave it out." if in_pod else "Add --finetune-job FILE, or leave it out.",
             )
