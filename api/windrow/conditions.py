@@ -253,7 +253,7 @@ LIFECYCLE: Final = (
         "Kueue has taken the job's quota back: it has written a checkpoint and waits.",
     ),
     ConditionRow(
-        T.PLACED, "False", R.QUEUE_UNAVAILABLE, "The job's queue is not there; see Admitted."
+        T.PLACED, "False", R.QUEUE_UNAVAILABLE, "The job's queue cannot be used; see Admitted."
     ),
     ConditionRow(T.PLACED, "False", R.SUSPENDED, "`spec.suspend` is true."),
     ConditionRow(T.PLACED, "False", R.FINISHED, "The job has ended and has given its slot back."),

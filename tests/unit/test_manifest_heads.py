@@ -1,4 +1,4 @@
-"""What the head of a manifest may hold is checked before anything is sent."""
+"""Heads of manifests are checked before anything is sent."""
 
 import pytest
 
