@@ -46,8 +46,7 @@ def inject(
         check=False,
     )
     if done.returncode != 0:
-        last = done.stderr.strip().splitlines()[-1:]
-        raise WindrowError(f"the pod could not be looked at: {' '.join(last)}")
+        raise _failure(file, (done.stderr.strip().splitlines() or [""])[-1])
     answers: list[dict[str, Any]] = json.loads(done.stdout)
     if not answers:
         kinds = sorted({str(each.get("kind", "Pod")) for each in manifests})
@@ -61,6 +60,20 @@ def inject(
         _print(answer)
     if any(answer.get("refused") for answer in answers):
         raise typer.Exit(EXIT_USAGE)
+
+
+def _failure(file: Path, last: str) -> WindrowError:
+    """Return the error of a preview that ended with this line of its traceback."""
+    kind, _, said = last.partition(": ")
+    if kind == f"{UserError.__module__}.{UserError.__name__}":
+        return UserError(said, field="--policy")
+    if kind in ("AttributeError", "KeyError", "TypeError"):
+        return UserError(
+            f"a manifest of {file} has another shape than its kind ({last})",
+            field="--file",
+            remedy=f"`kubectl apply --dry-run=server -f {file}` says where.",
+        )
+    return WindrowError(f"the pod could not be looked at: {last}")
 
 
 def _print(answer: Mapping[str, Any]) -> None:
@@ -89,7 +102,7 @@ def _print(answer: Mapping[str, Any]) -> None:
 def _manifest(path: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read: {error}", remedy="Give a manifest.") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} holds no single manifest", remedy="Give a file with one object.")

@@ -35,7 +35,12 @@ def preview(pod: dict[str, Any], policy: dict[str, Any] | None) -> dict[str, Any
         sidecar = parse_policy_spec({"selector": {}, "objective": {"tpot": "1s"}}).sidecar
     else:
         spec = parse_policy_spec(policy.get("spec") or {})
-        named = {"namespace": "default", "uid": "", "name": "policy", **policy["metadata"]}
+        named = {
+            "namespace": "default",
+            "uid": "",
+            "name": "policy",
+            **(policy.get("metadata") or {}),
+        }
         candidate = {
             **pod,
             "metadata": {**(pod.get("metadata") or {}), "namespace": named["namespace"]},

@@ -91,3 +91,33 @@ def test_a_server_that_the_plugin_would_refuse_ends_with_two_and_says_which_opti
     assert "not be harvested: --tp-size: 2 is not supported yet" in capsys.readouterr().out
     assert asked(tmp_path, body, "--json") == cli.EXIT_USAGE
     assert "--tp-size" in json.loads(capsys.readouterr().out)["refused"]
+
+
+@pytest.mark.parametrize(
+    ("body", "policy", "said"),
+    [
+        ({"kind": "LeaderWorkerSet", "spec": {"leaderWorkerTemplate": 3}}, None, "dry-run=server"),
+        (
+            DECODE_PODS["rbg"][0],
+            {**POLICY, "spec": {**POLICY["spec"], "policy": "nosuch"}},
+            "--policy: spec.policy: 'nosuch' is not supported. Write one of",
+        ),
+    ],
+)
+def test_what_cannot_be_looked_at_ends_with_two_and_says_what_to_do(
+    tmp_path, capsys, body, policy, said
+):
+    assert asked(tmp_path, body, policy=policy) == cli.EXIT_USAGE
+    assert said in capsys.readouterr().err
+
+
+def test_a_policy_that_is_no_text_ends_with_two(tmp_path, capsys):
+    (tmp_path / "policy.yaml").write_bytes(b"\x00\xff")
+    assert asked(tmp_path, POLICY, "--policy", str(tmp_path / "policy.yaml")) == cli.EXIT_USAGE
+    assert "policy.yaml cannot be read" in capsys.readouterr().err
+
+
+def test_a_policy_without_a_name_is_previewed(tmp_path, capsys):
+    nameless = {key: value for key, value in POLICY.items() if key != "metadata"}
+    assert asked(tmp_path, DECODE_PODS["rbg"][0], policy=nameless) == 0
+    assert "the policy does not select it" in capsys.readouterr().out

@@ -56,10 +56,17 @@ def test_what_cannot_be_honoured_is_refused_by_its_flag(tmp_path, argv, field):
     assert refused.value.field == field
 
 
-def test_a_number_that_is_none_is_refused_in_words(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--tp", "two"], "'two' is not a whole number"),
+        (["--context-length=-5"], "must be at least 0"),
+    ],
+)
+def test_a_number_that_is_none_is_refused_in_words(tmp_path, capsys, argv, said):
     with pytest.raises(SystemExit):
-        parse(tmp_path, "--tp", "two")
-    assert "'two' is not a whole number" in capsys.readouterr().err
+        parse(tmp_path, *argv)
+    assert said in capsys.readouterr().err
 
 
 def test_a_policy_on_the_command_line_is_refused_where_the_sidecar_sends_it(tmp_path):

@@ -196,7 +196,12 @@ def _parser() -> argparse.ArgumentParser:
         help="with --tp-size: a rank that takes longer over a pass ends the engine (%(default)s)",
     )
     add("--max-running-requests", type=_positive, default=64, help="default: %(default)s")
-    add("--context-length", type=int, default=0, help="default: what model and arena allow")
+    add(
+        "--context-length",
+        type=_not_negative,
+        default=0,
+        help="default: what model and arena allow",
+    )
     add("--page-size", type=_positive, default=16, help="tokens of a KV page (%(default)s)")
     add("--stream-interval", type=_positive, default=1, help="tokens between chunks of a stream")
     add("--chunked-prefill-size", type=_positive, default=512, help="prompt tokens a step")
@@ -326,12 +331,20 @@ def n_bytes(text: str) -> int:
 
 
 def _positive(text: str) -> int:
+    return _whole_number(text, least=1)
+
+
+def _not_negative(text: str) -> int:
+    return _whole_number(text, least=0)
+
+
+def _whole_number(text: str, *, least: int) -> int:
     try:
         value = int(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from error
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}")
     return value
 
 
