@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,9 +17,14 @@ import psutil
 import pytest
 from waiting import wait_until
 
+from windrow.errors import UserError
 from windrow.rundir import ENV_RUN_DIR, RunDir
+from windrow_sidecar.engines.builtin.llama.config import read_config
+from windrow_sidecar.engines.builtin.ranks import serving
+from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.testing.models import save_random_llama
 
+TINY = Path(__file__).parents[2] / "models" / "windrow-tiny"
 START_S, END_S = 90.0, 20.0
 # Long enough for parts of prompts, and more at once than the arena holds: requests are retracted.
 PROMPTS = ["The for statement", "def f(x):", "a" * 70, "import os"]
@@ -157,3 +163,14 @@ def test_when_rank_0_is_killed_the_others_end_with_it(model, tmp_path):
         wait_until(lambda: not other.is_running(), "the other rank has ended", seconds=END_S)
     finally:
         server.kill()
+
+
+def test_weights_that_are_cut_short_are_refused_before_there_are_ranks(tmp_path, monkeypatch):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(TINY / name, tmp_path)
+    os.truncate(tmp_path / "model.safetensors", 100_000)
+    settings = EngineSettings.from_command_line(["--model-path", str(tmp_path), "--tp", "2"], {})
+    monkeypatch.setattr(serving, "fork_ranks", lambda *_, **__: pytest.fail("ranks were forked"))
+    with pytest.raises(UserError, match="cut short") as refused:
+        serving.start_ranks(settings, read_config(tmp_path))
+    assert refused.value.field == "--model-path"

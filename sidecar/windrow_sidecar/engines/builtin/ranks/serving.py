@@ -18,6 +18,7 @@ from windrow_sidecar.engines.builtin.ranks.shard import EngineShard, shard_sizes
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.fingerprint import model_fingerprint
+from windrow_sidecar.engines.weight_files import SERVED_FIELD, read_header, weight_files
 
 _log = logging.getLogger(__name__)
 
@@ -33,9 +34,12 @@ def start_ranks(settings: EngineSettings, config: LlamaConfig) -> tuple[RankLead
     To be called before this process has a second thread.
 
     Raises:
-        UserError: the model cannot be cut so.
+        UserError: the model cannot be cut so, or a file of its weights is damaged.
     """
     sizes = shard_sizes(config, settings.ranks)
+    # Every rank reads them: what is wrong is said once, before there are ranks.
+    for path in weight_files(settings.model_path, field=SERVED_FIELD):
+        read_header(path, field=SERVED_FIELD)
 
     def follow(pipe: Connection, ranks: Communicator) -> None:
         shard = EngineShard(ranks.rank, sizes, config, ranks)
