@@ -244,6 +244,9 @@ class Queues:
         if uid not in self._cluster.jobs:
             return {check.name: headroom.NOT_A_JOB for check in due} if not uid else {}
         job = self._cluster.job_view(uid)
+        if _key(body) != (job.namespace, workloads.name_of(job)):
+            # Somebody wrote the label: nothing of that job is said here, and nothing there.
+            return {check.name: headroom.NOT_A_JOB for check in due}
         found = {check.name: headroom.answer(job, check.least, slots) for check in due}
         refused = [one.message for one in found.values() if one.state == "Retry"]
         if not refused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from test_reconcile import KEY, NOW, Life, run, slot, spec
@@ -12,6 +13,7 @@ from windrow.conditions import Reason, set_condition
 from windrow_operator import headroom, workloads
 from windrow_operator.headroom import HeadroomCheck
 from windrow_operator.model import Job, QueueAdmission, RunState
+from windrow_operator.queues import Queues
 from windrow_operator.reconcile import Command
 from windrow_operator.slot_table import SlotTable
 from windrow_operator.workloads import Priority, WorkloadStep, next_step, unavailable, workload_of
@@ -289,3 +291,17 @@ def test_a_slot_has_a_while_to_come_after_a_job_got_its_quota():
     asks = workload(None, RESERVED)
     assert headroom.may_still_come(asks, NOW + timedelta(seconds=29))
     assert not headroom.may_still_come(asks, NOW + timedelta(seconds=31))
+
+
+@pytest.mark.parametrize("where", [{"namespace": "other"}, {"name": "made-up"}])
+def test_a_workload_with_the_label_of_anothers_job_hears_nothing_of_it(where):
+    found = SimpleNamespace(jobs={"u": {}}, job_view=lambda uid: job(uid=uid))
+    kept = Queues(found, None, SlotTable([slot()]), clock=lambda: NOW, on_news=lambda: None)
+    asks = workload(None, RESERVED)
+    asks["metadata"] = asks["metadata"] | where
+    late = NOW + timedelta(minutes=2)
+    check = HeadroomCheck("headroom", 1e9)  # no slot leaves so much
+    assert kept._answers(asks, [check], SlotTable(), late) == {"headroom": headroom.NOT_A_JOB}
+    assert kept._no_headroom == {}
+    own = kept._answers(workload(None, RESERVED), [check], SlotTable(), late)
+    assert own["headroom"].state == "Retry"
