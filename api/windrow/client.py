@@ -22,6 +22,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import urllib3
 import urllib3.exceptions
 import yaml
 from kubernetes import client as k8s
@@ -618,7 +619,26 @@ def translating_errors(what: str) -> Iterator[None]:
     except k8s.ApiException as e:
         raise _translated(what, e) from e
     except (urllib3.exceptions.HTTPError, OSError) as e:
-        raise Transient(f"{what}: the API server does not answer ({type(e).__name__})") from e
+        raise Transient(f"{what}: the API server does not answer{_silence(e)}") from e
+
+
+def _silence(error: Exception) -> str:
+    """Return where no answer came from and why not, as far as an error of the transport says."""
+    at = ""
+    if isinstance(error, urllib3.exceptions.PoolError) and isinstance(
+        error.pool, urllib3.HTTPConnectionPool
+    ):
+        at = f" at {error.pool.host}:{error.pool.port}"
+    why = type(error).__name__
+    cause: BaseException | None = error
+    while cause is not None:
+        said = isinstance(cause, OSError) and cause.strerror
+        why = said or type(cause).__name__
+        if said:
+            break
+        reason = getattr(cause, "reason", None)
+        cause = reason if isinstance(reason, BaseException) else cause.__cause__
+    return f"{at} ({why})"
 
 
 def _translated(what: str, e: k8s.ApiException) -> Exception:

@@ -60,6 +60,8 @@ app = typer.Typer(
 def windrow() -> None:
     """Harvest idle decode compute for LoRA finetuning."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # urllib3 warns at each try; the error that ends the command says where and why.
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
 
 
 app.command("demo")(clusters.demo)

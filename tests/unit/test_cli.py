@@ -130,7 +130,7 @@ def test_an_unknown_option_and_an_unknown_command_end_with_two(capsys):
         ("submit no/file --kubeconfig {nowhere} --json", 2, "no/file"),
         ("plan no/file --json", 2, "no/file"),
         ("memory dump 0 --json", 2, "0"),
-        ("get --kubeconfig {nowhere} --json", 3, "does not answer"),
+        ("get --kubeconfig {nowhere} --json", 3, "does not answer at 127.0.0.1:1 (Connection re"),
     ],
 )
 def test_a_command_that_is_asked_for_json_answers_an_error_in_json(
