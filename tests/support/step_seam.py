@@ -16,6 +16,7 @@ class RecordingHook:
 
     request_objective_us = 0
     first_token_objective_us = 0
+    deferral_us = 0
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, object]] = []
