@@ -41,7 +41,7 @@ class StageFailed(RuntimeError):
 
 
 def trouble_in(log: Path, most: int = 3) -> list[dict[str, Any]]:
-    """Return the last lines of a log that tell of trouble; where none does, its last line."""
+    """Return the last lines of a log that report an error; its last line where none does."""
     if not log.exists():
         return []
     lines = log.read_text(errors="replace").splitlines()

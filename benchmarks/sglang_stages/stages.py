@@ -54,7 +54,7 @@ class Servers:
             await pod.close()
 
     def trouble(self) -> list[dict[str, Any]]:
-        """Return the lines of the running server's logs that tell of trouble."""
+        """Return the lines of the running server's logs that report an error."""
         logs: list[Path] = self._pod.logs if self._pod is not None else []
         return [line for log in logs for line in trouble_in(log)]
 

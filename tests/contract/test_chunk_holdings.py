@@ -13,18 +13,21 @@ CHUNKS, PAGES, OWNER = 8, 4, 3
 N_PAGES = CHUNKS * PAGES - 3  # ids 1 to 29: the last chunk is not whole
 
 
-@pytest.fixture
-def arena():
-    geometry = Geometry(
+def geometry_of(chunks: int) -> Geometry:
+    return Geometry(
         layers=1,
         kv_heads=1,
         head_dim=32,
         dtype_bytes=4,
         block_bytes=8192,
-        chunks=CHUNKS,
+        chunks=chunks,
         layout="token-major",
     )
-    made = Arena.create(geometry, reserved_chunks=1)
+
+
+@pytest.fixture
+def arena():
+    made = Arena.create(geometry_of(CHUNKS), reserved_chunks=1)
     yield made
     made.check()
     made.close()
@@ -54,15 +57,7 @@ def test_empty_chunks_go_from_the_highest_id_and_never_the_first(holdings):
 
 @pytest.mark.parametrize("chunks", [2, 3, 4, 5, 8])
 def test_as_many_can_be_lent_as_lending_ever_lends(chunks):
-    geometry = Geometry(
-        layers=1,
-        kv_heads=1,
-        head_dim=32,
-        dtype_bytes=4,
-        block_bytes=8192,
-        chunks=chunks,
-        layout="token-major",
-    )
+    geometry = geometry_of(chunks)
     arena = Arena.create(geometry, reserved_chunks=1)
     holdings = ChunkHoldings(arena, pages_per_chunk=PAGES, n_pages=chunks * PAGES - 1)
     free = [len(holdings.pages_of(chunk)) for chunk in range(chunks)]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+from support.triton_compiler import SHARED_BYTES_OF_AN_SM, compiled_by
 
-# A process of its own: in the tests' own, Triton interprets. Tensors begin at multiples of 16 bytes
+# Tensors begin at multiples of 16 bytes
 # there, as a launch would find them and specialise for.
 CODE = """
 import json
@@ -79,23 +75,12 @@ print(json.dumps({
     "gradients": compiled("gradients", BLOCK=64, ROWS=64, **of_four),
 }))
 """
-SHARED_BYTES_OF_AN_SM = 227 << 10
 WITHOUT_PRODUCTS = {"pack_b", "rotate_back"}
 
 
 def test_the_kernels_of_a_packed_layer_compile_for_hopper(tmp_path):
     pytest.importorskip("triton")
-    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE],
-        env=environ | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = compiled_by(CODE, tmp_path)
     assert all(kernel["cubin"] for kernel in found.values())
     without = {name for name, kernel in found.items() if not kernel["products"]}
     assert without == WITHOUT_PRODUCTS, "shares are not computed on tensor cores"

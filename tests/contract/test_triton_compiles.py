@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+from support.triton_compiler import SHARED_BYTES_OF_AN_SM, compiled_by
 
-# A process of its own: in the tests' own, Triton interprets. Strides and addresses are multiples of
+# Strides and addresses are multiples of
 # 16 there, as a launch would find them and specialise for.
 CODE = """
 import json
@@ -59,22 +55,11 @@ for splits in (1, 8, 32):
         dict(SPLITS=splits, HEAD=128, HEAD_COLUMNS=128), num_warps=2)
 print(json.dumps(found))
 """
-SHARED_BYTES_OF_AN_SM = 227 << 10
 
 
 def test_the_kernels_compile_for_hopper_and_attention_is_pipelined(tmp_path):
     pytest.importorskip("triton")
-    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE],
-        env=environ | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = compiled_by(CODE, tmp_path)
     assert all(kernel["cubin"] for kernel in found.values())
     attention = found["attend_split"]
     assert attention["products"] > 0, "scores are not computed on tensor cores"
