@@ -35,6 +35,12 @@ class Moved:
     copy_s: float = 0.0
     waited_s: float = 0.0  # by layers, for their weights
 
+    def count(self, n_bytes: int, copy_s: float) -> None:
+        """Count a transfer that has ended; `copy_s`: seconds of copying so far."""
+        self.transfers += 1
+        self.n_bytes += n_bytes
+        self.copy_s = copy_s
+
     @property
     def hidden(self) -> float:
         """Share of the copying behind which something computed."""
@@ -227,6 +233,4 @@ class StreamedLayers:
         self._resident.discard(layer)
 
     def _account(self, layer: int) -> None:
-        self.moved.transfers += 1
-        self.moved.n_bytes += self._layers[layer].n_bytes
-        self.moved.copy_s = self._copier.seconds
+        self.moved.count(self._layers[layer].n_bytes, self._copier.seconds)

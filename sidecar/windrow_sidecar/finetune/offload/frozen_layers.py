@@ -191,9 +191,7 @@ class FrozenLayers:
         self._free.append(self._slots.pop(layer))
 
     def _account(self, layer: int) -> None:
-        self.moved.transfers += 1
-        self.moved.n_bytes += self._layers[layer].n_bytes
-        self.moved.copy_s = self._copier.seconds
+        self.moved.count(self._layers[layer].n_bytes, self._copier.seconds)
 
 
 def weights_of(

@@ -102,10 +102,17 @@ class LlamaModel:
         for i, layer in enumerate(self.layers):
             with self.holds(i):
                 qkv = functional.linear(self.rms_norm(x, layer.attention_norm), layer.qkv)
-                x = x.addmm_(attend(i, ops.rotate_and_store(i, qkv, placed)), layer.out.t())
+                attended = attend(i, ops.rotate_and_store(i, qkv, placed))
+                x = self.add_product(x, attended, layer.out)
                 gate_up = functional.linear(self.rms_norm(x, layer.mlp_norm), layer.gate_up)
-                x = x.addmm_(ops.gate(gate_up), layer.down.t())
+                x = self.add_product(x, ops.gate(gate_up), layer.down)
         return x
+
+    def add_product(
+        self, x: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Add rows [n, units] times a weight [hidden, units] to `x` [n, hidden], in its place."""
+        return x.addmm_(rows, weight.t())
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of tokens [n]: [n, hidden], new memory."""

@@ -12,8 +12,7 @@ from windrow.errors import UserError
 from windrow_sidecar.compute.communicator import Communicator
 from windrow_sidecar.engines.builtin.kv.kvcache import KvCache
 from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
-from windrow_sidecar.engines.builtin.llama.layer_ops import LayerOps
-from windrow_sidecar.engines.builtin.llama.model import Attention, LlamaModel
+from windrow_sidecar.engines.builtin.llama.model import LlamaModel
 from windrow_sidecar.engines.builtin.llama.weights import Layout
 from windrow_sidecar.engines.shard_cuts import BY_WORDS, ShardSizes
 
@@ -106,25 +105,11 @@ class ShardedLlama(LlamaModel):
         self._ranks, self._vocabulary = shard.ranks, shard.whole.vocab
         self._words = shard.sizes.words_of(shard.rank)
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        attend: Attention,
-        ops: LayerOps | None = None,
+    def add_product(
+        self, x: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
-        """Run all layers for tokens [n] (see `LlamaModel.forward`): [n, hidden], on each rank."""
-        ops = ops or self.ops
-        placed = ops.place(positions, slots)
-        x = self.embed(tokens)
-        for i, layer in enumerate(self.layers):
-            qkv = functional.linear(self.rms_norm(x, layer.attention_norm), layer.qkv)
-            attended = attend(i, ops.rotate_and_store(i, qkv, placed))
-            x = x.add_(self._ranks.sum(functional.linear(attended, layer.out)))
-            gate_up = functional.linear(self.rms_norm(x, layer.mlp_norm), layer.gate_up)
-            x = x.add_(self._ranks.sum(functional.linear(ops.gate(gate_up), layer.down)))
-        return x
+        """Add the sum over the ranks of their rows [n, units] times their weights to `x`."""
+        return x.add_(self._ranks.sum(functional.linear(rows, weight)))
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of tokens [n]: [n, hidden]; each rank adds its own words."""
