@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from support.triton_compiler import SHARED_BYTES_OF_AN_SM, compiled_by
 
-# Strides and addresses are multiples of
-# 16 there, as a launch would find them and specialise for.
+# Strides and addresses are multiples of 16 there, as a launch would find them and specialise for.
 CODE = """
 import json
 import triton
