@@ -300,7 +300,8 @@ def test_rows_that_unpack_to_gigabytes_are_refused_before_they_are_in_memory(tmp
 
 
 def test_rows_without_end_leave_a_part_of_the_disk_free(monkeypatch):
-    full = SimpleNamespace(f_bavail=19, f_blocks=100)
+    roomy, full = (SimpleNamespace(f_bavail=free, f_blocks=100) for free in (21, 19))
+    monkeypatch.setattr(store.os, "fstatvfs", lambda _: roomy)
     monkeypatch.setattr(store, "_LOOK_EVERY_BYTES", 64)  # at each row
     monkeypatch.setattr(store, "_ALWAYS_BYTES", 10_000)
     rows = store.TokenFile()
