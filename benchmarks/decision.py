@@ -76,7 +76,7 @@ def _timed(call: Callable[[int], object], repeats: int) -> tuple[float, float]:
     n = 1000
     per_call = []
     for _ in range(repeats):
-        begin = time.thread_time_ns()  # of this thread: whoever else runs here does not count
+        begin = time.thread_time_ns()  # of this thread: other processes do not count
         for i in range(n):
             call(i)
         per_call.append((time.thread_time_ns() - begin) / n / 1e3)

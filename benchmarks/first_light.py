@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out: Path = options.json or Path("first_light.json")
     parts_folder = out.with_name(out.name + ".parts")
     console = Console(stderr=True)
-    # Also whoever ends it by a limit of time finds the logs, and leaves nothing running on a GPU.
+    # Also a caller with a time limit finds the logs, and leaves nothing running on a GPU.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     env = environment()
     try:

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-# What a browser fetches by itself; a link that one has to follow may lead elsewhere.
+# What a browser fetches unasked; a link that one has to follow may lead elsewhere.
 _FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src"}
 _LINKED_KINDS = {"stylesheet", "icon", "preload", "preconnect", "dns-prefetch", "manifest"}
 

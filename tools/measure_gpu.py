@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Between a request to end and the end: decode and worker leave the GPU by themselves.
+# Between a request to end and the end: decode and worker leave the GPU.
 ENDS_WITHIN_S = 20.0
 
 

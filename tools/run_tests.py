@@ -101,7 +101,7 @@ PASSES = {
         Pass("two at a time", ("-m", "paired and not sglang and not long", *PAIRED_LIES, *PAIRED)),
         # They have the machine to themselves.
         Pass("alone", ("-m", "alone and not sglang and not long", *ALONE_LIES)),
-        # bitsandbytes lies beside the environment: peft imports it wherever it is.
+        # bitsandbytes is beside the environment: peft imports it wherever it is.
         Pass("quantized", ("-m", "quantized", *QUANTIZED_LIES), {"PYTHONPATH": str(QUANTIZED)}),
         # Rounding falls elsewhere in each of torch's families of kernels.
         Pass("equality, plain kernels", EQUALITY, {"ATEN_CPU_CAPABILITY": "default"}),
@@ -190,7 +190,7 @@ def _run(this: Pass, options: Sequence[str]) -> tuple[Ran, bool]:
         try:
             code = process.wait()
         except KeyboardInterrupt:
-            interrupted, code = True, process.wait()  # the terminal has told it as well
+            interrupted, code = True, process.wait()  # the terminal has signalled it as well
         code = code if code >= 0 else 128 - code
         counts, red = _read(report)
         if code and not red and not interrupted:

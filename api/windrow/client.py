@@ -437,7 +437,7 @@ class WindrowClient:
                 )
         items: list[dict[str, Any]] = found["items"]
         if namespace is not None and not items:
-            self._require_namespace(namespace)  # the API server lists what is not there as empty
+            self._require_namespace(namespace)  # the API server lists an absent namespace as empty
         return items
 
     def _patch_spec(self, name: str, namespace: str, change: dict[str, Any]) -> JobView:

@@ -78,7 +78,7 @@ class Reason(StrEnum):
     NOT_SUSPENDED = "NotSuspended"
     # Succeeded
     COMPLETED = "Completed"
-    # Failed, by whoever wrote the job
+    # Failed, by the job's author
     DATASET_UNREADABLE = "DatasetUnreadable"
     DATASET_INVALID = "DatasetInvalid"
     DATASET_EMPTY = "DatasetEmpty"

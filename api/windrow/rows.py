@@ -26,7 +26,7 @@ READ = {
         *("input", "preferred_output", "non_preferred_output"),
     },
 }
-# By which field a row of each format is told.
+# The field by which a row's format is recognised.
 MARKS = {
     "chat": "messages",
     "sharegpt": "conversations",

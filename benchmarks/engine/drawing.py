@@ -9,7 +9,7 @@ from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT, _LEFT, _GAP = 760, 200, 70, 66
-_MARKED = 12  # points of a line that are few enough to be told apart
+_MARKED = 12  # points of a line that are few enough to be distinguished
 # Of ranges: a row's height, where they begin beside the labels, and marks for each 1 of the axis.
 _ROW, _LABELS, _TICKS = 46, 130, 10
 _COLOURS = ("#1f6feb", "#d1803c", "#3a9d5d", "#8250df")

@@ -143,7 +143,7 @@ def theirs(folder: Path, batches: Batches) -> Arm:
     here = {**{f"model.{name}": str(at) for name in rest}, "lm_head": str(at)}
     offload = folder / "offload"
     load_checkpoint_in_model(model, folder, device_map={**on_disk, **here}, offload_folder=offload)
-    model.model.rotary_emb.to(at)  # its buffers are no part of the checkpoint
+    model.model.rotary_emb.to(at)  # the checkpoint does not have its buffers
     model.requires_grad_(requires_grad=False)
     model.tie_weights()
     tuned = adapted(model)

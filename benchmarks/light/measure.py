@@ -120,7 +120,7 @@ class Bench:
         yield "alone", lambda: self._under_load({"arm": "alone"})
         yield "naive", self._naive
         yield "beside-idle", self._beside_idle
-        # Without MPS a GPU is shared in time only: there is no share to measure or to grant.
+        # Without MPS a GPU is shared in time only: no share exists to measure or to grant.
         arms = ["gaps"]
         if len(self.parts["device"]["splits"]) > 1:
             yield "corun", self._corun

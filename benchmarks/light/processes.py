@@ -226,7 +226,7 @@ class Worker:
         folder = plan.run_dir.job_dir(UID)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "job.json").write_text(json.dumps(job_of(plan)))
-        # As the agent starts it: of the idle class, and it ends with whoever started it.
+        # As the agent starts it: of the idle class, and it ends with its parent.
         command = [sys.executable, "-m", "windrow_sidecar.agent.spawn", str(os.getpid()), "--"]
         command += [sys.executable, "-m", "windrow_sidecar.finetune.worker"]
         command += ["--run-dir", str(plan.folder), "--job-uid", UID, "--epoch", str(EPOCH)]

@@ -284,7 +284,7 @@ class _Lines:
     def show(self, told: RunSummary) -> None:
         state = _state(told, self.pace)
         fresh = told.events[self.shown :]
-        # Before an event a line says where it stands; else one comes every ten seconds.
+        # Before an event a line shows the progress; else one comes every ten seconds.
         if told.step > self.step and (fresh or time.monotonic() >= self.due):
             print_line(self.title + state)
             self.step, self.due = told.step, time.monotonic() + _LINE_EVERY_S

@@ -26,7 +26,7 @@ _FORWARDED = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGWINCH),
 )
-# How long processes that the command has left behind may take to end by themselves.
+# How long processes that the command has left behind may take to end.
 _LEFT_BEHIND_S = 5.0
 # The program of NVIDIA's MPS daemon, and how long bringing it up may take with a process's start.
 _MPS_CONTROL, _MPS_WITHIN_S = "nvidia-cuda-mps-control", 4.0

@@ -52,7 +52,7 @@ _SERVER_OPTIONS: Final = (
     # Sidecars ping every ten seconds; gRPC's own rule would end their streams for it.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
-    # A stream keeps a buffer of one frame for TLS, 16 KiB unless told otherwise; ours are of 300
+    # A stream keeps a buffer of one frame for TLS, 16 KiB by default; ours are of 300
     # bytes, a job's assignment of a few KiB.
     ("grpc.tsi.max_frame_size", 2048),
     ("grpc.max_receive_message_length", claims.MOST_MESSAGE_BYTES),

@@ -50,10 +50,10 @@ class LiveSlot:
     facts: pb.SlotFacts = field(default_factory=pb.SlotFacts)
     beat: pb.SlotHeartbeat | None = None
     beat_at: datetime | None = None
-    stale_after: timedelta = STALE_AFTER  # longer where the sidecar was told to report seldom
+    stale_after: timedelta = STALE_AFTER  # longer where the sidecar reports seldom
     attached: bool = False
     lost_at: datetime | None = None
-    overstates: bool = False  # it promised more than its hardware can do
+    overstates: bool = False  # it claimed more than its hardware can do
     sidecar_version: str = ""
     promise: float = 0.0  # predicted tokens a second, smoothed over the last minutes
 

@@ -304,7 +304,7 @@ class Deployments:
             try:
                 await servers.unload(instance, name)
             except NotLoaded as error:
-                # Whoever deletes a job must not wait for a server that does not answer; the next
+                # The deletion of a job must not wait for a server that does not answer; the next
                 # start of that server begins without the adapter.
                 log.warning("job %s: cannot unload the adapter: %s", job.key, error)
 

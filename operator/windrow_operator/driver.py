@@ -230,7 +230,7 @@ class Driver:
     def _give_turns(self, due: dict[str, None]) -> None:
         waiting, began = self._cluster.index.waiting, time.monotonic()
         if self._room != self._slots.room and waiting:
-            # Whoever has waited longest comes first, also before one that has just come.
+            # The job that has waited longest comes first, also before one that has just come.
             if began >= self._waiting_due or any(uid in waiting for uid in due):
                 due |= {uid: None for uid in waiting if not self._steps.pauses(uid)}
                 self._room = self._slots.room

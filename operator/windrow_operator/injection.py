@@ -43,7 +43,7 @@ from windrow_operator.gpu_access import GpuAccess, as_one, choose_access
 from windrow_operator.model import Refusal
 from windrow_operator.surroundings import Surroundings, is_of_modelscope, surroundings_of
 
-# What lies in the run volume: sockets, notes, the jobs' logs. It counts against the pod's memory.
+# The run volume holds sockets, notes, the jobs' logs. It counts against the pod's memory.
 RUN_VOLUME_SIZE = "256Mi"
 TOKEN_VOLUME = "windrow-token"
 TOKEN_DIR = "/var/run/secrets/windrow.dev"
@@ -209,7 +209,7 @@ def _require_drivable(decoder: Mapping[str, Any], rule: str) -> None:
             "OtherEngine",
             f"the pod decodes by rule `{rule}`, with {engine.name}, which Windrow cannot drive",
         )
-    # Whoever labels the pod itself has looked at it.
+    # A label on the pod itself is deliberate.
     if engine.doubt and rule != REQUESTED:
         raise Refusal(
             "EngineInDoubt",

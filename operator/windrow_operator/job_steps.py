@@ -179,7 +179,7 @@ class JobSteps:
         now = self._clock()
         if actions.wake_at is not None:
             self._look_again(job.uid, actions.wake_at - now)
-        # The version that was decided on: where it is no longer the newest, the server refuses.
+        # The version that was decided on: where a newer one exists, the server refuses.
         body = dict(job.body)
         if actions.finalizer is True:
             body = await set_finalizer(self._kube, self._cluster, body, FINALIZER, present=True)

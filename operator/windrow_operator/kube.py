@@ -30,7 +30,7 @@ _STRATEGIC = "application/strategic-merge-patch+json"
 _APPLY = "application/apply-patch+yaml"
 _TIMEOUT_S = 10.0
 _PIECE = 250  # objects of one answer to a listing
-# Asked to come back later, a request does so by itself, if it is soon and not for ever.
+# A request that is asked to come back later is repeated, if it is soon and not for ever.
 _BUSY_TRIES, _LONGEST_BUSY_S = 4, 5.0
 
 
@@ -69,7 +69,7 @@ class Kube:
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
         self._timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-        # Told of each call: method, path, status (0: no answer), seconds.
+        # Called for each call with method, path, status (0: no answer), seconds.
         self.on_call: Callable[[str, str, int, float], None] = lambda *_: None
         self._may_write: Callable[[], None] = lambda: None
 

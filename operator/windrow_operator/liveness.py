@@ -16,7 +16,7 @@ from typing import Final
 LOOKS_WITHIN_S: Final = 60.0
 # A step makes five calls at most, each of four tries of ten seconds with pauses of five between.
 STEPS_WITHIN_S: Final = 5 * (4 * 10.0 + 3 * 5.0) + 25.0
-# So many comparisons in a row that found what a watch ought to have told: it is stuck.
+# So many comparisons in a row that found what a watch should have reported: it is stuck.
 _STUCK_AFTER: Final = 3
 
 

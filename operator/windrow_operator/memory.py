@@ -23,7 +23,7 @@ _ENDED = 0.1
 _EVERYTHING_AFTER = 60  # calls
 # Young objects are collected as ever, if more seldom; old ones when `collect` is called.
 _THRESHOLDS = (5_000, 10, 1_000_000)
-# Of mallopt(3): how many heaps all threads share, and what is mapped by itself, bytes.
+# Of mallopt(3): how many heaps all threads share, and the size, bytes, of a block mapped alone.
 _M_ARENA_MAX, _HEAPS = -8, 2
 _M_MMAP_THRESHOLD, _MAPPED = -3, 128 << 10
 _YOUNG = 1  # and the generation before it: some ten thousand objects

@@ -16,7 +16,7 @@ from windrow.conditions import Reason
 from windrow.crd import FinetuneJobSpec, HarvestPolicySpec
 from windrow.crd.finetunejob import MANAGED_BY_US
 
-# Ten heartbeats: what a sidecar or a worker said before is no figure of now.
+# Ten heartbeats: what a sidecar or a worker said before is out of date.
 STALE_AFTER: Final = timedelta(seconds=10)
 
 
@@ -158,7 +158,7 @@ class WorkerProgress:
 class RunState(StrEnum):
     """State of one placement."""
 
-    ASSIGNED = "assigned"  # the sidecar was told; no word of the worker yet
+    ASSIGNED = "assigned"  # the sidecar has it; the worker has not answered yet
     RUNNING = "running"
     PAUSED = "paused"
     STOPPED = "stopped"
@@ -264,7 +264,7 @@ class Slot:
     breaker: str = ""
     predicted_tokens_per_second: float = 0.0  # over the last minutes
     predicted_from: str = ""  # one of PREDICTED_FROM; "": nobody has said
-    overstates: bool = False  # its sidecar promised more than the hardware can do
+    overstates: bool = False  # its sidecar claimed more than the hardware can do
     memory_full: bool = False
     attached: bool = True
     silent: bool = False  # attached, but its heartbeats have ceased
@@ -277,7 +277,7 @@ class Slot:
     terms: EffectivePolicy | None = None
     holders: tuple[Holder, ...] = ()
     max_jobs: int = 1  # that share a base model may run on it at a time
-    # Directories that jobs may write; {namespace} stands for that of the job.
+    # Directories that jobs may write; {namespace} is replaced by that of the job.
     outputs: tuple[str, ...] = ()
 
     @property

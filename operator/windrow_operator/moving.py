@@ -19,8 +19,8 @@ from windrow_operator.model import Job, name_in
 from windrow_operator.planning import NoPlacement, place, rate, score
 from windrow_operator.slot_table import SlotTable
 
-# The other slot promises so many times as much, for so long; promises are smoothed over two minutes
-# already (see `reports`), so that a burst of decode alone is none.
+# The other slot predicts so many times as much, for so long; predictions are smoothed over two
+# minutes already (see `reports`), so that a burst of decode alone is none.
 _TIMES_AS_MUCH: Final = 3.0
 _FOR: Final = timedelta(minutes=5)
 # What is won within this time is compared with what loading costs, which is known from this stay.
@@ -81,7 +81,7 @@ def _better(job: Job, slots: SlotTable, now: datetime, taken: set[str]) -> tuple
         return None
     there = choice.slot
     if any(holder.uid != job.uid for holder in there.holders):
-        return None  # to share a slot is no relief
+        return None  # sharing a slot does not help
     rate_here = score(job, here, slots.neighbours(here)) / max(1, len(here.holders))
     rate_there = score(job, there, slots.neighbours(there))
     won = (rate_there - rate_here) * _HORIZON.total_seconds()

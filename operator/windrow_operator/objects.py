@@ -116,7 +116,7 @@ class WatchedObjects:
     def _policies_have_changed(self, key: str) -> None:
         self.policies_changed += 1
         self._terms.pop(key, None)
-        for uid in self.jobs:  # what their destinations mean stands in the policies
+        for uid in self.jobs:  # the policies say what their destinations mean
             self._index_job(uid)
         self.changed_pods.mark_all(self.pods)
         for slots in self._slots_of_pod.values():
@@ -152,7 +152,7 @@ class WatchedObjects:
         """Keep what is needed of a decode pod unless a newer one is here; `put_back`: even then."""
         uid, version = body["metadata"].get("uid", ""), version_of(body)
         if (known := self.pods.get(uid)) is not None:
-            # A new leader is told of each pod three times: by two listings, and by the watch's own.
+            # A new leader hears of each pod three times: by two listings, and by the watch's own.
             told_before = known.version == version > 0
             if told_before or (known.version > version and not put_back):
                 return known

@@ -423,7 +423,7 @@ def _unheard(job: Job, heard_at: datetime, now: datetime) -> Actions:
     """Drop the figures of a worker that nothing is heard of."""
     running = get_condition(job.status.get("conditions"), T.RUNNING)
     if running is None or running["status"] == "False":
-        return NOTHING  # it has told no figures yet
+        return NOTHING  # it has sent no figures yet
     if now - heard_at < STALE_AFTER:
         return Actions(wake_at=heard_at + STALE_AFTER)
     return Actions(status=_changed(job, status.silent(job, heard_at, now)))

@@ -43,7 +43,7 @@ _STATE: Final = {
     pb.JobEvent.FAILED: RunState.FAILED,
     pb.JobEvent.REJECTED: RunState.REJECTED,
 }
-# What a slot promises follows its heartbeats with this time constant: a burst of decode, or a gap
+# A slot's prediction follows its heartbeats with this time constant: a burst of decode, or a gap
 # between two, moves no job.
 _PROMISE_OVER: Final = timedelta(minutes=2)
 # Longer than anybody waits, and short enough for every clock.

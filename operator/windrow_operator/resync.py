@@ -22,7 +22,7 @@ from windrow_operator.model import key_of, version_of
 
 Body = Mapping[str, Any]
 
-# A watch that works has told of a change by then.
+# A watch that works has reported a change by then.
 _TOLD_WITHIN_S = 5.0
 
 

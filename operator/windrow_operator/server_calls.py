@@ -135,7 +135,7 @@ class Servers:
     async def _request(
         self, method: str, instance: Instance, call: str, body: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        # Whoever made the pod answers: nothing of it is followed, and little is read or repeated.
+        # The answer is the pod owner's: nothing of it is followed, and little is read or repeated.
         try:
             headers = {"Authorization": f"Bearer {instance.token}"} if instance.token else {}
             async with self._session.request(

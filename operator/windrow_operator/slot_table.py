@@ -55,7 +55,7 @@ class _Best:
 
     def __init__(self) -> None:
         self._slots: dict[str, Slot] = {}
-        self._heap: list[tuple[float, str]] = []  # what is no longer so is dropped when it is met
+        self._heap: list[tuple[float, str]] = []  # outdated entries are dropped when they are met
 
     def put(self, slot: Slot) -> None:
         known = self._slots.get(slot.key)

@@ -96,7 +96,7 @@ class DecodeGpu:
         self._step = 0
         self._drained_at_ns = 0
         self._hold_until_ns = 0  # no request is admitted before
-        self.counted_share = 1.0  # of what the worker makes: of the slots that this stands for
+        self.counted_share = 1.0  # of what the worker makes: of the slots that this represents
         self.on_finished: Callable[[DecodeRequest], None] = lambda request: None
 
     def _clock(self) -> int:

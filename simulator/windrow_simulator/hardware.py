@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from windrow.errors import UserError
 
-BLOCK_BYTES = 2 << 20  # the smallest memory that CUDA maps by itself
+BLOCK_BYTES = 2 << 20  # the smallest memory that CUDA maps
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from windrow_simulator.truth import MeasuredTruth, Residuals, Worker
 from windrow_simulator.worker import WorkerMemory
 
 PROFILE_FILE = "profile.json"
-# Longer than a standing decision and a pause of the guard, shorter than what else a machine does.
+# Longer than a decision is kept and a pause of the guard, shorter than what else a machine does.
 STRETCH_NS = 6_000_000_000
 # A p99 needs two steps beyond it at least.
 LEAST_STEPS = 200

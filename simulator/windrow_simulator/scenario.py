@@ -46,7 +46,7 @@ from windrow_simulator.truth import (
 )
 from windrow_simulator.worker import PlainWorker, SimulatedWorker, WorkerMemory
 
-ALONE = "alone"  # nothing is harvested: what decode is by itself
+ALONE = "alone"  # nothing is harvested: decode alone
 NAIVE = "naive"  # a plain process beside decode: no policy, no partition, no guard
 ALL = "all"
 DEFAULT_GPU = "H200"

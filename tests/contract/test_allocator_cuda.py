@@ -86,7 +86,7 @@ def test_the_budget_follows_the_table_and_gives_back_what_is_quiet(owner, peer):
     held = allocator.allocate(10 * MIB, stream=0)
     owner.revoke(2)
     budget.settle()
-    # A tensor of 10 MiB lies in the highest two of three chunks of 8 MiB.
+    # A tensor of 10 MiB takes the highest two of three chunks of 8 MiB.
     assert owner.draining(WORKER) == sorted(lent)[1:2]
     allocator.free(held)
     budget.settle()

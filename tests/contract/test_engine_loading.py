@@ -163,7 +163,7 @@ def test_a_gpu_that_is_not_there_is_refused_by_its_flag(shape, run_dir):
 
 
 def test_triton_is_refused_where_it_cannot_run(shape, run_dir, serve, monkeypatch):
-    # Imported while the variable stands: its own functions are what it says then, for good.
+    # Imported while the variable is set: that decides its own functions for good.
     importlib.import_module("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     settings = settings_of(shape, run_dir, "--decode-step=static", "--attention-backend=triton")

@@ -248,7 +248,7 @@ def test_a_job_that_runs_already_is_not_run_a_second_time_until_its_process_is_g
         with pytest.raises(UserError, match=f"process {first.pid} on") as refused:
             forget(job)
         assert refused.value.field == "--fresh"
-        # A higher epoch is another matter: whoever hands those out has given the first one up.
+        # A higher epoch is another matter: the operator has given the first one up.
         JobFolder(tmp_path, UID, 2).claim()
         (tmp_path / ".windrow" / UID / "fence").write_text("1")
         first.kill()

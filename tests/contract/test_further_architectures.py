@@ -196,7 +196,7 @@ DROPS_EMBEDDINGS = {"Starcoder2": "embedding_dropout", "Phi": "embd_pdrop"}
 @pytest.mark.parametrize("architecture", DROPS_EMBEDDINGS)
 def test_units_of_embeddings_are_dropped_by_seed_step_row_and_token(architecture):
     tuned = tuned_model(random_model(architecture), small_spec())
-    # Where the process stands in torch's own random numbers says nothing.
+    # The process's position in torch's own random numbers says nothing.
     first = our_gradients(copy.deepcopy(tuned), small_rows(), Cut())
     torch.rand(3)
     again = our_gradients(copy.deepcopy(tuned), small_rows(), Cut())

@@ -106,7 +106,7 @@ def test_a_model_of_the_hub_that_the_job_is_shown_is_read_from_any_cache(tmp_pat
         (root / "private").write_text("of-job")
         shown = held_model(job_of("team/tiny", other, "of-job"))
         assert (shown.path, shown.of_hub) == (of_decode.folder, True)
-        # A job that joins the worker is asked for as well, whoever had it loaded.
+        # A job that joins the worker is asked for as well, although another had it loaded.
         loaded = BaseModel(torch.nn.Identity(), None, None, shared=False, folder=str(shown.folder))
         check_shown(job_of("team/tiny", other, "of-job"), loaded)
         with pytest.raises(UserError, match="401"):

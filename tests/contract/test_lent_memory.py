@@ -110,7 +110,7 @@ def test_a_chunk_asked_back_after_the_group_was_asked_about_stays_for_the_next_b
     assert not beside.lent.must_leave()
     beside.decode.revoke(CHUNKS)  # between the two steps of a boundary
     beside.lent.settle()
-    assert beside.decode.counts()[4] > 0  # the group lies there still
+    assert beside.decode.counts()[4] > 0  # the group is there still
     beside.memory.settle()
     assert beside.decode.counts()[4] == 0
     learnt = beside.finish()

@@ -184,7 +184,7 @@ def test_files_beside_the_weights_count_for_nothing_and_are_told(folder, shards)
     files, known = weight_files(folder), model_fingerprint(folder)
     assert (len(files) > 2) is shards
     assert loaded(folder).notes == ()
-    # Other values under the same names: whoever read them would serve another model.
+    # Other values under the same names: a reader would serve another model.
     other = {name: t + 1 for name, t in load_file(files[0]).items()}
     save_file(other | {"x": torch.ones(1 << 20)}, folder / "consolidated.safetensors")
     assert (weight_files(folder), model_fingerprint(folder)) == (files, known)

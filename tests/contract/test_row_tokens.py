@@ -643,7 +643,7 @@ def test_a_template_sees_the_time_at_which_the_job_began():
     assert "the date" in note
     assert "29 Feb 2024" in note
     assert rows.unlike_before
-    # Whoever renders by the same tokenizer elsewhere sees the clock.
+    # Rendering by the same tokenizer elsewhere sees the clock.
     assert "2024" not in tokenizer.apply_chat_template(turns(TALK)["messages"], tokenize=False)
 
 

@@ -58,7 +58,7 @@ def test_the_answers_of_each_template_are_learnt_and_nothing_of_others(turns):
     wrong, read = {}, 0
     for path in sorted(TEMPLATES.glob("*.jinja")):
         if path.stem.endswith("_training"):
-            continue  # it marks by itself what is learnt
+            continue  # it marks what is learnt
         try:
             parts, said = learnt(path.read_text(), turns)
         except UserError as refused:

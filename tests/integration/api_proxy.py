@@ -161,7 +161,7 @@ class ApiProxy:
                 else:
                     await stream.write(piece)
         except (ConnectionError, aiohttp.ClientError):
-            pass  # whoever watched has gone
+            pass  # the watcher has gone
         finally:
             self._watches.discard(connection)
         return stream

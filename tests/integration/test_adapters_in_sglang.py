@@ -162,7 +162,7 @@ async def test_a_user_asks_sglang_for_the_adapter_by_name_and_gets_the_tuned_ans
         tuned = text_of(await complete(client, pair, asked, PROMPT, TOKENS))
         assert tuned == greedy(adapter)
         assert tuned != before == greedy(None)
-        # Whoever does not ask for it is answered as before.
+        # A request without its name is answered as before.
         assert text_of(await complete(client, pair, str(MODEL), PROMPT, TOKENS)) == before
 
         cluster.delete_job()

@@ -210,7 +210,7 @@ async def test_what_happened_while_the_operator_was_away_is_told_when_it_is_back
     await operator.start()
     await until(lambda: operator.event(Event.FAILED))
     # The run that ended is still in the hello, so that its end is not taken for a loss; all that
-    # was told before is told again.
+    # was reported before is reported again.
     assert [r.epoch for r in operator.hellos[0].running] == [1]
     assert operator.kinds() == ["STARTED", "FAILED"]
     assert operator.tokens[-1] == "Bearer secret-2"

@@ -94,7 +94,7 @@ def test_a_new_authority_takes_over_without_a_gap(cluster, kube, ending):
     wait_until(both_have_changed, "both servers have a certificate of the new authority")
     assert prepared
     assert all(prepared), "the webhook was skipped"
-    # The stream from before stands, and the old authority is trusted still.
+    # The stream from before is open, and the old authority is trusted still.
     cluster.job()
     assert sidecar.next("assign")
     assert len(x509.load_pem_x509_certificates(published(cluster).encode())) == 2

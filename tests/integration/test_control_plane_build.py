@@ -70,7 +70,7 @@ def test_a_compiler_error_is_shown_and_nothing_half_built_stays(environment, tmp
     assert [path.name for path in cache_root(environment).iterdir()] == ["lock"]
 
 
-# Stands in for the compiler alone: writes programs where `go build -o DIR/` would.
+# Replaces the compiler alone: writes programs where `go build -o DIR/` would.
 COMPILER = """
 if [ $1 = list ]; then echo io; echo runtime; exit; fi
 for word in "$@"; do

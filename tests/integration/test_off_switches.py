@@ -44,7 +44,7 @@ async def pod():
 
 async def test_jobs_stop_with_a_checkpoint_when_the_operator_is_frozen_or_gone(pod):
     operator, agent, engine = pod
-    # Frozen: the stream stays open and says nothing more. The first hello did not promise renewals.
+    # Frozen: the stream stays open and says nothing more. The first hello announced no renewals.
     await operator.stop()
     await operator.start()
     await until(lambda: operator.hellos[-1].slots and len(operator.tokens) > 1)

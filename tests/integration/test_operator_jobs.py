@@ -347,7 +347,7 @@ def test_a_stale_epoch_that_runs_is_aborted_and_what_is_told_of_it_does_not_coun
     start(sidecar, assigned)
     cluster.await_state("Running")
     old = pb.Assign(job_uid=assigned.job_uid, epoch=0)
-    # As a sidecar that dials again tells what it told before.
+    # As a sidecar that dials again sends what it sent before.
     sidecar.report(old, "STARTED")
     sidecar.report(old, "SUCCEEDED", adapter_path="/stale")
     now = running(assigned, step=70, total_steps=100, loss=2.0)

@@ -39,7 +39,7 @@ def test_a_cluster_is_turned_off_proven_off_and_on_again(switch, cluster, contro
     sidecar.report(assigned, "STARTED")
     sidecar.beat(running(assigned, step=1, total_steps=100))
     cluster.await_state("Running")
-    # Its policy is renewed several times in each lease, so that nothing stops by itself.
+    # Its policy is renewed several times in each lease, so that nothing stops unasked.
     for _ in range(3):
         sidecar.next("renewal")
 

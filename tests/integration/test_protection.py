@@ -154,14 +154,14 @@ def test_without_the_handover_decode_steps_onto_cores_that_the_worker_still_has(
 
 
 def test_without_the_guard_nothing_ends_what_nobody_has_predicted():
-    # Beside the worker a step takes 15 ms where the profile promises 6.
+    # Beside the worker a step takes 15 ms where the profile predicts 6.
     longest: dict[tuple[Protection, ...], int] = {}
     for without in ((), ("predictor",), ("guard",), ("predictor", "guard")):
         with machine(*without, slower=2.5) as at:
             for _ in range(STEPS):
                 at.step(SMALL)
             longest[without] = at.longest_over
-    # Two in a row pause the worker. The predictor alone learns, but what it decided stands.
+    # Two in a row pause the worker. The predictor alone learns, but its decision holds.
     assert max(longest[()], longest["predictor",]) <= 2
     assert longest["guard",] > 2
     assert longest["predictor", "guard"] == STEPS

@@ -200,7 +200,7 @@ def test_the_first_job_may_stop_before_the_others_and_a_signal_ends_all(carrying
         worker=pod.worker,
     )
     assert pod.decode.offer.job_epoch == 1
-    # A further one may be told over any of the streams.
+    # A further one may be sent over any of the streams.
     pod.write_job("later", maxSteps=100_000)
     pod.take("later", to="last")
     until(lambda: "CHECKPOINTED" in pod.agent.kinds("later"), pod=pod, worker=pod.worker)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
     "folder", ["operator", "sidecar", "simulator", "tests", "api", "cli", "lab"]
 )
 def test_plain_folders_hold_packages_and_are_none(folder):
-    # operator/__init__.py would shadow Python's own `operator` for whoever runs from the root.
+    # operator/__init__.py would shadow Python's own `operator` for programs run from the root.
     assert not (ROOT / folder / "__init__.py").exists()
 
 

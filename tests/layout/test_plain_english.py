@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -233,6 +234,20 @@ def native_prose() -> Iterator[Prose]:
                     yield Prose(f"{name}:{number}", "".join(text))
 
 
+def comments() -> Iterator[Prose]:
+    """Comments of the Python sources."""
+    for name in files():
+        if (
+            name.endswith(".py")
+            and "_pb2" not in name
+            and name != "tests/layout/test_plain_english.py"
+        ):
+            with (ROOT / name).open() as file:
+                for token in tokenize.generate_tokens(file.readline):
+                    if token.type == tokenize.COMMENT:
+                        yield Prose(f"{name}:{token.start[0]}", token.string)
+
+
 def begins_with_neither_verb_nor_noun(docstring: str) -> bool:
     word = re.match(r"[\w']*", docstring)
     return word[0].lower() in FUNCTION_WORDS or bool(HEADLESS.match(docstring))
@@ -281,6 +296,10 @@ def test_pages_use_plain_words():
 def test_native_sources_use_plain_words():
     found = [n for n in native_prose() if NOT_IN_PROSE.search(n.text) or IS_NO.search(n.text)]
     held_to(0, found)
+
+
+def test_comments_use_plain_words():
+    held_to(0, [c for c in comments() if NOT_IN_PROSE.search(c.text) or IS_NO.search(c.text)])
 
 
 def test_no_class_is_named_by_a_metaphor():

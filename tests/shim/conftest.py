@@ -44,7 +44,7 @@ class Shim:
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
         assert "rule broken" not in done.stderr, done.stderr[-6000:]
-        # The core complains there of calls that fail where nobody can be told.
+        # The core complains there of calls that fail where nobody hears of it.
         assert "windrow: " not in done.stderr, done.stderr[-6000:]
         return done.stdout.strip()
 

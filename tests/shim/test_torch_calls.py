@@ -30,7 +30,7 @@ slot.memory.settle()
 gpu = slot.device.torch
 """
 
-# How each is called; a new one fails until it stands here. With one stream and one event they are
+# How each is called; a new one fails until it is listed here. With one stream and event they are
 # what `compute/cuda_device.py` makes of them.
 CALLS = {
     "CUDAGraph": "torch.cuda.CUDAGraph()",
@@ -167,7 +167,7 @@ decode.revoke(8)
 slot.memory.settle()
 print(workspaces, decode.counts()[2] + decode.counts()[4])
 """
-    # On Hopper torch takes 32 MiB for each handle and stream by itself.
+    # On Hopper torch takes 32 MiB for each handle and stream unasked.
     environ = {"WINDROW_SHIM_COUNTS": str(counts), "WINDROW_SHIM_CAPABILITY": "9"}
     environ["TORCH_CUBLAS_WORKSPACE_CACHE"] = kept
     workspaces, left = map(int, shim.run(SLOT + code, tmp_path, **environ).split())

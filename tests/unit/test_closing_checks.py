@@ -39,7 +39,7 @@ def decode_step(at_ms, took_ms=10, units=UNITS, finetune=0, lent=0):
     )
 
 
-# Checkpoints after every four steps: killed after step 6, gone on from the checkpoint of four.
+# Checkpoints after every four steps: killed after step 6, resumed from the checkpoint of four.
 RESUMED = [tasklet(1, step, 10 * step) for step in range(7)]
 RESUMED += [tasklet(2, step, 100 + 10 * step) for step in range(4, 12)]
 SERVED = [decode_step(at, units=1, finetune=1, lent=3) for at in range(0, 100, 10)]

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-# Made from a tree that was not committed: each stands until it is measured again, and none joins.
+# Made from a tree that was not committed: each stays until it is measured again, and none joins.
 FROM_MODIFIED_TREES = {
     "epyc-2-cores/activations.json",
     "epyc-2-cores/memory.json",

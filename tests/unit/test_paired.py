@@ -10,7 +10,7 @@ from windrow_lab.figures.paired import ahead_of_all, differences, interval_of, o
 
 @pytest.mark.parametrize(
     ("n", "ranks", "confidence"),
-    # The chance that the median of n values lies between two of their order statistics, from the
+    # The chance that the median of n values is between two of their order statistics, from the
     # binomial distribution: 1 - 2 * sum(C(n, i), i < k) / 2^n.
     [
         (5, (1, 5), 1 - 2 / 32),

@@ -139,7 +139,7 @@ def test_a_job_without_a_slot_says_why_once():
 def test_why_a_job_waits_is_of_now_in_its_condition_and_an_event_when_it_is_another_reason():
     life = Life(slots={KEY: slot(attached=False)})
     life.step()
-    # What stands in the way changes with every job that comes or ends: no event for each.
+    # The obstacle changes with every job that comes or ends: no event for each.
     life.slots = {KEY: slot(engine_state="starting")}
     other = life.step(now=later(seconds=5))
     assert (life.condition("Placed")["message"], other.events) == (

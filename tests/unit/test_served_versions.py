@@ -100,7 +100,7 @@ def test_the_version_that_a_name_may_go_back_to_is_kept():
         ("0.2", 2.1, 2.0, False),
         ("0", 2.9, None, False),  # against the base model
         ("0", 3.1, None, True),
-        ("0", None, 2.0, True),  # it has told none
+        ("0", None, 2.0, True),  # it has sent none
     ],
 )
 def test_a_loss_is_compared_with_the_version_before_or_the_base_model(

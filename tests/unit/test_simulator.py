@@ -167,7 +167,7 @@ def test_lent_memory_comes_back_before_a_request_is_refused_for_long():
 
 
 def test_a_model_of_its_own_is_swapped_in_as_fast_as_the_host_gives_it():
-    # All 4 layers want 8 chunks, 2 are held: 3/4 of the layers come anew, each way, in 1 s a pass.
+    # All 4 layers want 8 chunks, 2 are held: 3/4 of the layers come again, each way, in 1 s a pass.
     memory = WorkerMemory(2, 8, 8, layers=4, swapped_us=1e6, group_tokens=600)
     worker = SimulatedWorker(
         Plain(), (1, 2), memory, layer_tokens=8, layers=4, draw=random.Random(1)

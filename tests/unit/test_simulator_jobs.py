@@ -144,7 +144,7 @@ def test_a_job_leaves_a_gpu_that_decode_fills_and_not_before_its_time():
         queue.turn(float(second))
         if not moved_s and queue.jobs[0].job.slot.endswith("1"):
             moved_s = second
-    # It stays for ten minutes at least, and then for the five in which the other one promises more;
+    # It stays for ten minutes at least, and then for the five in which the other one predicts more;
     # the operator looks every ten seconds, and saving takes one.
     assert 900 <= moved_s <= 922
     figures = queue.figures().all

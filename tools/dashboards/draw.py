@@ -147,7 +147,7 @@ def _bars(series: list[Series], unit: str) -> go.Figure:
 
 
 def _heatmap(series: list[Series], begin: float) -> go.Figure:
-    # Buckets are cumulative: a row is what lies between two bounds.
+    # Buckets are cumulative: a row is the part between two bounds.
     ordered = sorted(series, key=lambda one: float(one.name.replace("+Inf", "inf")))
     times = sorted({at for one in ordered for at, _ in one.points})
     below = [0.0] * len(times)

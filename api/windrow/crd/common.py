@@ -51,7 +51,7 @@ LATENCY_PROFILE: Final = Kind("LatencyProfile", "latencyprofiles", "latencyprofi
 KINDS: Final = (FINETUNE_JOB, HARVEST_POLICY, HARVEST_SLOT, LATENCY_PROFILE)
 
 
-# Each condition is applied and kept by itself, whoever else writes others.
+# Each condition is applied and kept alone, whatever others write.
 CONDITIONS_BY_TYPE: Final[JsonDict] = {
     "x-kubernetes-list-type": "map",
     "x-kubernetes-list-map-keys": ["type"],

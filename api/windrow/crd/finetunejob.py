@@ -485,7 +485,7 @@ class FinetuneJobStatus(Record):
 
 
 # Rules that read spec and status, so they stand at the root of the resource. The five parts decide
-# what a checkpoint means: another value would resume a run that is no longer the same. What a
+# what a checkpoint means: another value would resume another run. What a
 # worker reads once, when it starts, can change between two workers.
 ROOT_RULES = [
     cel(

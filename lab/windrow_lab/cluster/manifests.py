@@ -24,7 +24,7 @@ Json = dict[str, Any]
 NAMESPACE = "default"
 APP = "chat"
 DECODE_CONTAINER = "decode"
-# Tokens of one piece of a stream. Writing each token out by itself costs the front process, which
+# Tokens of one piece of a stream. Writing each token out alone costs the front process, which
 # shares the device's cores, as much as a decode step; TPOT needs the first and the last moment.
 STREAM_INTERVAL = 32
 

@@ -25,7 +25,7 @@ from windrow.eventlog import (
 from windrow_lab.figures.summary import PODS, percentile
 
 SEGMENTS, TRAINERS, SESSION = "segments.jsonl", "trainers", "session-"
-# Where the job of the harvested arms stands among the trainers.
+# Index of the harvested arms' job among the trainers.
 HARVESTED_JOB = "job"
 
 Kind = Literal["alone", "loop", "policy", "dedicated"]

@@ -39,7 +39,7 @@ TRIED: dict[str, LoopForm] = {
     "all cores, checkpointing": LoopForm(passive=False, checkpointing=True),
     "one core": LoopForm(units=1),
 }
-# What beside decode stands for the plain loop.
+# The arm beside decode that runs the plain loop.
 BESIDE_DECODE = "all cores, sleeping"
 TRIED_S = 6.0
 FIRST_STEP = timedelta(seconds=120)

@@ -252,7 +252,7 @@ class ControlPlane:
             *(
                 ["--allow-privileged=true", "--kubelet-preferred-address-types=InternalIP"]
                 if self._settings.pods_reach
-                # A loopback address is no valid endpoint of the `kubernetes` service.
+                # A loopback address is not a valid endpoint of the `kubernetes` service.
                 else ["--endpoint-reconciler-type=none"]
             ),
         ]

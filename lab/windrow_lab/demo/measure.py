@@ -24,7 +24,7 @@ from windrow_lab.load import generator
 from windrow_lab.machine.devices import Device
 from windrow_lab.machine.processes import Child, Keeper, ProcessCommand
 
-DEDICATED_S = 12.0  # of training; at least ten are promised
+DEDICATED_S = 12.0  # of training; at least ten are guaranteed
 _WORKER_START_S = 60.0
 _LOOP = "windrow_sidecar.finetune.standalone.baseline"
 

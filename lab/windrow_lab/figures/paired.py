@@ -54,7 +54,7 @@ def interval_of(values: Iterable[float]) -> Interval:
     n = len(ordered)
     if not n:
         raise ValueError("no value")
-    # The chance that the median lies outside of the k-th lowest to the k-th highest value.
+    # The chance that the median is outside of the k-th lowest to the k-th highest value.
     outside, k = 2 * 0.5**n, 1
     while True:
         wider = outside + 2 * comb(n, k) * 0.5**n

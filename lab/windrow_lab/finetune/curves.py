@@ -18,7 +18,7 @@ METRICS_FILE = "metrics.jsonl"
 REPORT_FILE = "report.html"
 NONE = "-"  # where there is no figure
 
-# Points of a line; more are not told apart on a screen.
+# Points of a line; more cannot be distinguished on a screen.
 _POINTS = 800
 # Of these, so many can be pointed at.
 _POINTED_AT = 300

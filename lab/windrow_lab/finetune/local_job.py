@@ -27,7 +27,7 @@ from windrow.protocol import ENDS, Ending, JobProgress, WorkerEvent, error_of
 
 WORKER = "windrow_sidecar.finetune.worker"
 WORKER_LOG = "worker.log"
-# A worker tells where it stands twice a second, from a thread that needs nothing but Python's lock.
+# A worker reports its progress twice a second, from a thread that needs nothing but Python's lock.
 SILENT_AFTER_S = 120.0
 
 
@@ -38,7 +38,7 @@ class LocalJob:
     manifest: Path
     name: str
     folder: Path  # checkpoints, metrics.jsonl, worker.log, report.html
-    destination: Path  # of a bucket: what stands for it on this machine
+    destination: Path  # of a bucket: its folder on this machine
     spec: FinetuneJobSpec
 
     @property

@@ -90,7 +90,7 @@ class Keeper:
             # Not marked as a process of an outer keeper's child: when that child dies, this
             # supervisor is to live long enough to clean up after it.
             env={name: value for name, value in os.environ.items() if name != ENV_MARK},
-            # Out of the terminal's foreground group: Ctrl-C is for whoever holds the keeper.
+            # Out of the terminal's foreground group: Ctrl-C is for the keeper's parent.
             process_group=0,
         )
         self._reader = threading.Thread(target=self._read_events, name="keeper", daemon=True)

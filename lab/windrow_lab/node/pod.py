@@ -264,7 +264,7 @@ class PodRunner:
 
 
 async def _await_end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    # Neither `await` nor `gather`: they would cancel the tasks along with whoever waits for them.
+    # Neither `await` nor `gather`: they would cancel the tasks along with the waiting one.
     if tasks:
         await asyncio.wait(tasks)
 

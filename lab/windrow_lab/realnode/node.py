@@ -127,7 +127,7 @@ def run(command: Sequence[str], console: Console, pass_fds: Sequence[int] = ()) 
     }
     inside = [sys.executable, "-m", "windrow_lab.realnode", f"--inside={json.dumps(plan)}"]
     namespaces = ["--net", "--mount", "--pid", "--ipc", "--uts", "--propagation=private"]
-    # A run that is told to end cleans up as well; one that is killed, the next run does.
+    # A run that gets SIGTERM cleans up as well; after one that is killed, the next run does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     unshared = ["unshare", *namespaces, "--fork", "--kill-child", "--mount-proc"]
     # Killed, this process takes the namespaces along.

@@ -29,7 +29,7 @@ APP = {"app": "chat"}
 CHECKOUT = Path(__file__).resolve().parents[3]
 MODEL = CHECKOUT / "models" / "windrow-tiny"
 ROWS = CHECKOUT / "examples" / "support-tone" / "train.jsonl"
-# What the chart is told to run as the sidecar: the same program by this machine's Python.
+# What the chart runs as the sidecar: the same program by this machine's Python.
 SIDECAR_COMMAND = f"{sys.executable} -m windrow_sidecar.agent"
 
 

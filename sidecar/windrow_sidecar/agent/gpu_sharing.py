@@ -110,7 +110,7 @@ class GpuSharing:
         self._closing = asyncio.Event()
         self._joined: DaemonNote | None = None
         self._joining = asyncio.Lock()  # the engines of a pod call together
-        self.sharing: Sharing | None = None  # None: there is no GPU
+        self.sharing: Sharing | None = None  # None: without a GPU
         self.found = Survey()  # what this process's container sees
 
     async def start(self) -> None:

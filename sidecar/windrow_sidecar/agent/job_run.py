@@ -151,7 +151,7 @@ class JobRun:
             event.tuned_eval_loss = said.tuned_eval_loss
         await self._tell(event)
 
-    # What it is told
+    # Its input
 
     async def obey(self, action: int, reason: str) -> None:
         """Carry out a command of the operator; one that comes after the end has no meaning."""

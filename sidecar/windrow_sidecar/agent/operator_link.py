@@ -34,7 +34,7 @@ _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 10.0
 _REDIRECT_SPREAD_S = 0.2
 _HELLO_WITHIN_S = 10.0
 _CANCEL_AGAIN_S = 0.2
-# A prediction that has changed by this factor is told at once.
+# A prediction that has changed by this factor is sent at once.
 _RATE_CHANGED = 1.5
 _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     # A peer that vanished without a word is noticed within this and the timeout.

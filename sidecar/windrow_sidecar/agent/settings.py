@@ -46,11 +46,11 @@ class AgentSettings:
     output_trees: tuple[str, ...] = ()  # that jobs may write besides the policy's volumes
     standby: bool = True  # have a worker wait ahead of its job, with everything loaded
     grace_s: float = 25.0  # for the worker's last checkpoint; pods have 30 s by default
-    # A worker tells where it stands once a second, from a thread that needs nothing but Python's
+    # A worker reports its progress once a second, from a thread that needs nothing but Python's
     # lock; libraries hold that for some seconds while they load.
     worker_silence_s: float = 120.0  # a worker that says nothing for longer is killed
     engine_absence_s: float = 5.0  # an engine that is away for longer is gone
-    engine_calls_within_s: float = 20.0  # after the sidecar's start; then its silence is told
+    engine_calls_within_s: float = 20.0  # after the sidecar's start; then its silence is reported
 
     def __post_init__(self) -> None:
         """Refuse what could only fail later."""
@@ -96,7 +96,7 @@ class AgentSettings:
         return self._given_ca_pem() + self._kept_ca_pem()
 
     def _kept_ca_pem(self) -> bytes:
-        # The pod may have started before its ConfigMap was written: then there is no file yet.
+        # The pod may have started before its ConfigMap was written: then it is not there yet.
         if self.operator_ca_file is None or not self.operator_ca_file.is_file():
             return b""
         return b"\n" + self.operator_ca_file.read_bytes()

@@ -43,7 +43,7 @@ class Sidecar:
         self._policy = agent_pb2.EnginePolicy()
         self._orders: set[asyncio.Task[None]] = set()
         in_time = settings.sharing == "temporal"
-        # A daemon that this process's environment names is the node's, or of whoever started it.
+        # A daemon that this process's environment names is the node's, or another program's.
         named = settings.gpu_access == "mps" or PIPE_DIRECTORY in os.environ
         of_node = not in_time and named
         self._sharing = GpuSharing(

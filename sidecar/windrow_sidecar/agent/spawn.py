@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
     # preempted at once.
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    # Raising one's own score needs no right; a read-only /proc is no reason not to work.
+    # Raising one's own score needs no right; with a read-only /proc it works as well.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO, encoding="ascii")
     os.execvp(command[0], command)

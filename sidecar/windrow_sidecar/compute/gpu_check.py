@@ -77,7 +77,7 @@ def wheel() -> str:
 
 def mps() -> str:
     """Start a private daemon and let a second process become its client."""
-    # A short path: a socket lies in it.
+    # A short path: it holds a socket.
     with tempfile.TemporaryDirectory(prefix="wr-") as name:
         daemon = MpsDaemon(Path(name))
         daemon.start()

@@ -30,7 +30,7 @@ class Reading:
         if number.is_cuda:
             self._host = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)
             self._host.copy_(number, non_blocking=True)
-            # Whoever waits for it sleeps: a spinning worker would take a core from decode.
+            # The waiting thread sleeps: a spinning worker would take a core from decode.
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(number.device))
 

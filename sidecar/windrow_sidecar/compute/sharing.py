@@ -94,8 +94,8 @@ def choose_sharing(capabilities: GpuCapabilities) -> Sharing:
     return Sharing("spatial", why, Reason.MPS_CLIENTS)
 
 
-# The folder in which a daemon's clients find it (see `mps.MpsDaemon.environment`), and what lies
-# there as long as it runs.
+# The folder in which a daemon's clients find it (see `mps.MpsDaemon.environment`), and its
+# entry as long as the daemon runs.
 PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
 CONTROL_PIPE = "control"
 # Set by decode's start for its processes, where it brought up no daemon: "CODE: TEXT" of the lack.

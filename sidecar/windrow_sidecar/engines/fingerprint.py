@@ -16,7 +16,7 @@ from windrow_sidecar.engines.weight_files import (
 )
 
 # Of each tensor its beginning, middle and end are hashed, so many bytes of each: whichever tensors
-# a finetuned copy has changed, it is told from its base without reading gigabytes. The 291 tensors
+# a finetuned copy has changed, its fingerprint differs without reading gigabytes. The 291 tensors
 # of an 8B shape take 0.05 s from a cold disk and 4 ms from the page cache (EPYC, virtio disk); all
 # of their bytes would take a second for each 1.2 GB.
 _SAMPLE_BYTES = 4096

@@ -32,7 +32,9 @@ class StepInput(NamedTuple):
     waiting: int  # requests that have arrived and do not run; above 0 with batch 0: KV is short
     admitted_tokens: int  # context tokens that joined for this step
     slack_us: int  # least slack of a running request against its own objective; 0: not known
-    prefill_tokens: int = 0  # computed in this step; such a step is no sample of decode's latency
+    prefill_tokens: int = (
+        0  # computed in this step; such a step does not count for decode's latency
+    )
     # Of requests without a first token, where this instance prefills and a policy has an objective
     # for it: prompt tokens still to compute, and how long ago the oldest arrived, microseconds.
     prompts_left: int = 0

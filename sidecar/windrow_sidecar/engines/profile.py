@@ -57,7 +57,7 @@ EFFORTS = {
 }
 _CO_RUN_BATCHES, _CO_RUN_CONTEXTS = (4, 16, 32), (512, 2048)
 _TURNS = 3
-# With fewer points of a share its three coefficients could not be told apart.
+# With fewer points of a share its three coefficients could not be separated.
 LEAST_POINTS = 6
 # A profile whose steps scatter by more than this around their median tells little about a device.
 # A quiet host shows 1 to 5%, one with as many busy processes as cores 30% and more.

@@ -118,7 +118,7 @@ def _stated(directory: Path) -> dict[str, Any]:
         found = config.get("quantization_config") or config.get("compression_config")
         found = found or (config.get("text_config") or {}).get("quantization_config")
     except (OSError, ValueError, AttributeError):
-        return {}  # whoever loads the model says what is wrong with it
+        return {}  # loading the model says what is wrong with it
     if not found and (file := directory / _MODELOPT_FILE).is_file():
         try:
             inner = json.loads(file.read_bytes())["quantization"]

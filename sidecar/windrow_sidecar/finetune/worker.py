@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return run_over_ranks(options)
             return (measure_alone if measured else run_together)(options)
         except (UserError, Transient) as error:
-            # Whoever started this reads one stream; the other is also where libraries say things
+            # The parent reads one stream; the other is also where libraries say things
             # as they end.
             print(json.dumps(error_line(error)))
             print(error, file=sys.stderr)

@@ -19,7 +19,7 @@ GRAIN_TOKENS, MOST_TOKENS = 16, 512
 # A gap that is shorter is not worth a hand-over.
 LEAST_GAP_US = 500.0
 _SMOOTHING = 0.1
-# What finetune rows take besides the products (attention, adapters) is no more than this factor.
+# What finetune rows take besides the products (attention, adapters) is at most this factor.
 _MOST_FACTOR = 8.0
 
 

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 ROUNDING = 2.0**20 * 2.0**-53
 # A tensor whose true value is zero (the gradient of a key's bias, which the softmax cancels) holds
 # rounding alone: of 2**3 roundings of the whole, one a layer and pass. What is smaller than that,
-# over ROUNDING, cannot be told from it.
+# over ROUNDING, cannot be distinguished from it.
 NOISE = 2.0**3 * 2.0**-53
 
 

@@ -37,7 +37,7 @@ def operators_kubeconfig(kube, control_plane, directory, namespace=OWN_NAMESPACE
     ):
         role = {"apiGroup": RBAC, "kind": kind, "name": ACCOUNT}
         create({"metadata": named, "roleRef": role, "subjects": [subject]})
-    # The chart makes it empty: to create it is no right of the operator's.
+    # The chart makes it empty: the operator has no right to create it.
     hooks = client.AdmissionregistrationV1Api(kube)
     hooks.create_mutating_webhook_configuration({"metadata": named})
     spec = {"spec": {"audiences": [], "expirationSeconds": 7200}}

@@ -32,7 +32,7 @@ KEPT = {
     "view",
 }
 # Where an operator has a kernel that the CPU may use.
-# CUDA's kernels that make the host wait: the size of what they make lies in their values.
+# CUDA's kernels that make the host wait: the size of their result depends on their values.
 WAITING = {"_unique2", "equal", "masked_select", "nonzero", "repeat_interleave", "unique_dim"}
 BY_MASK = {"index", "index_put_", "_index_put_impl_"}
 OF_THE_HOST = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")

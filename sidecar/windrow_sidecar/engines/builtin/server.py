@@ -62,7 +62,7 @@ _SWITCH_INTERVAL_S = 0.0005
 _TENSORS_GONE_WITHIN_S = 2.0
 # What the number of threads is tried with: a busy moment of a conversation service.
 _USUAL_BATCH, _USUAL_CONTEXT = 8, 1024
-# Finetuning lies above engines: by name, so that an engine which does not finetune never loads it.
+# Finetuning is a layer above engines: by name, so that only an engine that finetunes loads it.
 _IN_ENGINE = "windrow_sidecar.finetune.in_engine.host"
 
 

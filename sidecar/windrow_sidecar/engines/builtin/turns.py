@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from windrow_sidecar.engines.builtin.streamed import StreamedWeights
     from windrow_sidecar.engines.opening import RunningHarvest
 
-# A finetune thread that does not wait for a turn now is busy with what is no tasklet (a checkpoint,
-# loading). Decode does not wait for it: a hand-over takes some 50 us.
+# A finetune thread that does not wait for a turn now is busy with something other than
+# a tasklet (a checkpoint, loading). Decode does not wait for it: a hand-over takes some 50 us.
 _TAKEN_WITHIN_S = 0.001
 # Between two points of a tasklet lie some milliseconds. Whatever takes longer (a machine that
 # swaps, a kernel that hangs) must not hold decode up: it goes on beside it.

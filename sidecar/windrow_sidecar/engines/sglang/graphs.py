@@ -20,7 +20,7 @@ from windrow_sidecar.engines.sglang.compat import GRAPHS_MODULE
 # What SGLang's runner calls for the stream on which all graphs are captured, a name of its module.
 CAPTURE_STREAM = "get_or_create_global_graph_capture_stream"
 # Attention's plans by batch size (flashinfer, fa3): a graph reads the buffers of the plan that it
-# was captured with, so each share has plans of its own. What stands under a name is for all.
+# was captured with, so each share has plans of its own. The entry of a name serves all.
 _PLANS = "decode_cuda_graph_metadata"
 # A stream of the primary context on which models overlap small kernels while they are captured:
 # what runs there would not be confined.

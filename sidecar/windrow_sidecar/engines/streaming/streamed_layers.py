@@ -189,7 +189,7 @@ class StreamedLayers:
         with self._lock:
             joins = self._held[layer] > 0
             self._held[layer] += 1
-            if not joins:  # whoever holds it has said what comes next
+            if not joins:  # its holder has said what comes next
                 self._plan(order)
             transfer = self._coming.get(layer)
         try:

@@ -74,7 +74,7 @@ def add_adapter(
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         # Elsewhere these are warnings: an option that does nothing is a mistake in the job.
         warnings.filterwarnings("error", ".*did not match any targeted module", RuntimeWarning)
-        # GPT-2's linear layers keep their weights the other way round: it notes so by itself.
+        # GPT-2's linear layers keep their weights the other way round: it notes so in an attribute.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)
         # It adds patterns of its own for some mixtures of experts, whatever is targeted.
         warnings.filterwarnings("ignore", ".*gate_up_proj", RuntimeWarning)

@@ -125,7 +125,7 @@ class PackedLinears:
         self._seen: tuple[int, ...] = ()
         self._parts: tuple[_Part, ...] = ()
         self._a: Tensor | None = None
-        self._nothing: Tensor | None = None  # stands where a product has nothing to add to
+        self._nothing: Tensor | None = None  # the sum of a product that adds to nothing
         scales = {p.scale for p in self.projections if p.a is not None}
         self._scale = scales.pop() if len(scales) == 1 else 1.0
         self._scales: Tensor | None = None  # of each column of u, where they differ
@@ -379,7 +379,7 @@ class PackedLinears:
             _add(projection.b, _wide(d[:, rows].t(), u[:, columns], projection.b.dtype))
 
     def _joined(self, x: Tensor) -> Tensor | None:
-        # What a recording runs with (`recompute.recording`) is no tensor that could be computed.
+        # What a recording runs with (`recompute.recording`) is not a tensor that could be computed.
         if self.joining is None or len(self._parts) != 1 or type(x) is not Tensor:
             return None
         return self.joining(x)

@@ -130,7 +130,7 @@ class Loading:
         except GivenUp as error:
             found = error
         except Exception as error:
-            # The edge of a thread: whoever waits for the job hears of it.
+            # The edge of a thread: the waiting thread hears of it.
             log.info("job %s is not ready", self._order.job_uid, exc_info=True)
             found = error
         with self._lock:

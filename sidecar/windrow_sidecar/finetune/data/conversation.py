@@ -165,7 +165,7 @@ class Conversations:
         learnt: list[tuple[int, int]] = []
         why = ""
         for i, turn in enumerate(turns):
-            # Without a turn before it there is no prompt to render.
+            # Without a turn before it no prompt can be rendered.
             if turn["role"] != "assistant" or i == 0:
                 continue
             prompt = self._text(row, turns[:i], prompt=True)

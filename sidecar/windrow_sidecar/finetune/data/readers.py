@@ -238,7 +238,7 @@ def _serve(orders: socket.socket) -> None:
     children: set[int] = set()
     ended: dict[int, int] = {}  # signals
     while True:
-        # Those that have ended by themselves: nobody else reaps them, so no number is used again
+        # Those that have ended unasked: nobody else reaps them, so no number is used again
         # before it has left the set.
         _reap(children, ended)
         if not select.select([orders], [], [], _ALIVE_EVERY_S if children else None)[0]:

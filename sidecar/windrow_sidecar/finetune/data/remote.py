@@ -171,7 +171,7 @@ def _of_store(endpoint: str, by_host: str | None = None) -> dict[str, Any]:
     try:
         from botocore.session import Session
     except ImportError:
-        return {}  # whoever opens the store says what to install
+        return {}  # opening the store says what to install
     own = Session()
     endpoint = endpoint or _own_endpoint(own)
     host = urlsplit(endpoint).hostname or ""
@@ -243,7 +243,7 @@ def answers_later(error: BaseException) -> bool | None:
     """Tell from an error and its causes; None: they say nothing of a network."""
     for cause in _causes(error):
         if type(cause).__name__ == "OfflineModeIsEnabled" or lacks_credentials(cause):
-            return False  # settings of whoever runs the worker; the former is a ConnectionError
+            return False  # settings of the worker's user; the former is a ConnectionError
         if (status := _status_of(cause)) is not None:
             return (status >= 500 and status not in _STAYS) or status in _PASSES
         if is_of_client(cause) or isinstance(cause, ConnectionError | TimeoutError):

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 # What has the device for a turn.
 Occupant = JobHandle | JointTurns
-Arrival = Callable[[], JobHandle | None]  # makes a job join; None: it has ended, as has been told
+Arrival = Callable[[], JobHandle | None]  # makes a job join; None: it has ended, which is reported
 
 
 def _nobody() -> Arrival | None:
@@ -168,7 +168,7 @@ class JobMultiplexer:
             self._starved.clear()
         able = [job for job in self._live if self._carrier(job) not in self._starved] or self._live
         at = next_turn([job.share() for job in able])
-        # Where all are told to pause, one of them waits for all.
+        # Where all have to pause, one of them waits for all.
         chosen = self._carrier(able[at or 0])
         if chosen is not self._now:
             self._switch(chosen)

@@ -69,9 +69,9 @@ class LentBoundaries:
         self._chunk_bytes = arena.geometry.chunk_bytes
         self._layers = layers
         self._held: tuple[int, ...] = ()
-        self._room: tuple[int, ...] = ()  # of those held, where no layer lies
+        self._room: tuple[int, ...] = ()  # of those held, the chunks without a layer
         self._slots: list[int] = []  # offsets, for the boundaries that are still to come
-        self._used: set[int] = set()  # chunks in which the group on its way lies
+        self._used: set[int] = set()  # chunks that hold the group on its way
         self.tenant: object = None
         self.wanted_by_groups = 0
 

@@ -30,7 +30,7 @@ class LentLayers:
         self._arena, self._frozen = arena, frozen
         self._of_a_layer = -(-frozen.slot_bytes // arena.geometry.chunk_bytes)
         self._missing = frozen.depth - frozen.capacity
-        self._lying: dict[int, Tensor] = {}  # by the first of the chunks that it lies in
+        self._lying: dict[int, Tensor] = {}  # by the first of its chunks
         self._holes = 0  # chunks that no layer can use where they lie, at most so far
 
     @property
@@ -67,7 +67,7 @@ class LentLayers:
                 self._frozen.add(self._lying[chunk])
                 length = 0
         if any(chunk < above for chunk in self._lying):
-            holes += length  # what is lent next lies below, and cannot make that whole
+            holes += length  # what is lent next is below, and cannot make that whole
         if len(self._lying) < self._missing:
             # Never less than before: a wish that trembles would move chunks to and fro.
             self._holes = max(self._holes, holes)

@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             job = replace(job, spec=job.spec.model_copy(update={"model": model}))
         preview = Preview(job, sizing, options.order, options.micro_batches, units, device)
     except Exception as error:
-        # The edge of the process. Whoever started it reads one stream; the other holds whatever
+        # The edge of the process. Its parent reads one stream; the other holds whatever
         # libraries say as they end.
         if not isinstance(error, WindrowError):
             log.exception("no plan")

@@ -13,7 +13,7 @@ from windrow.crd import FinetuneJobSpec
 # How rows become tokens; 0: as checkpoints say that were written before there was a number.
 READING = 1
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-# Where a setting stands in the job.
+# Where the job has a setting.
 _SETTINGS = {
     "eval_fraction": "spec.dataset.evalFraction",
     "batch_size": "spec.training.batchSize",

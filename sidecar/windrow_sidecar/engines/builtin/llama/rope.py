@@ -23,7 +23,7 @@ class RotaryTable:
         )
         half = config.head_dim // 2
         self._half = half
-        # [max_positions, head_dim / 2] each, for kernels that rotate by themselves.
+        # [max_positions, head_dim / 2] each, for kernels that include the rotation.
         self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
         self._cos = torch.cat([self.cos] * 2, dim=-1)[:, None, :]
         self._sin = torch.cat([-self.sin, self.sin], dim=-1)[:, None, :]

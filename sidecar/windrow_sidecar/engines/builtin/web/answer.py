@@ -33,7 +33,7 @@ class CompletionAnswer:
         self._text: list[str] = []
         self._n_completed = 0
         self._end: Finished | None = None
-        # Text that is only told at the end and not searched for stops is decoded at the end.
+        # Text that is only sent at the end and not searched for stops is decoded at the end.
         self._lazy: list[int] | None = [] if not (body.stream or body.stop_strings) else None
         self.wants_usage = bool(body.stream_options and body.stream_options.include_usage)
 
@@ -100,7 +100,7 @@ class TextStream:
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()) -> None:
         self._decode, self._stops = decode, stops
-        self._tokens: list[int] = []  # a few that are told already, then those that are not
+        self._tokens: list[int] = []  # a few that are sent already, then those that are not
         self._told = 0
         self._held = ""  # text that may be the beginning of a stop string
         self.stopped = False
