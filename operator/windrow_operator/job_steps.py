@@ -254,6 +254,7 @@ class JobSteps:
             assign.dataset_secret.update(secrets.dataset)
             assign.output_secret.update(secrets.output)
             assign.tracking_secret.update(secrets.tracking)
+            assign.model_secret.update(secrets.model)
             session.expect_soon(now)
             session.send(pb.OperatorMessage(assign=assign))
             return

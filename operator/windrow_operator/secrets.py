@@ -30,6 +30,8 @@ KEYS = (
     "AWS_VIRTUAL_HOSTED_STYLE_REQUEST",
     "HF_TOKEN",
 )
+# Of the Secret of spec.model: models come from the Hub.
+MODEL_KEYS = ("HF_TOKEN",)
 # Of the Secret of spec.tracking, which reaches other servers.
 TRACKING_KEYS = (
     "MLFLOW_TRACKING_URI",
@@ -52,11 +54,13 @@ class JobSecrets:
     dataset: Mapping[str, str] = field(default_factory=dict, repr=False)
     output: Mapping[str, str] = field(default_factory=dict, repr=False)
     tracking: Mapping[str, str] = field(default_factory=dict, repr=False)
+    model: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 def names_secrets(spec: FinetuneJobSpec) -> bool:
     """Return whether a job names any Secret."""
-    return bool(spec.dataset.secret_ref or spec.output.secret_ref or _of_tracking(spec))
+    named = (spec.model, spec.dataset, spec.output)
+    return any(part.secret_ref for part in named) or _of_tracking(spec) is not None
 
 
 def _of_tracking(spec: FinetuneJobSpec) -> SecretRef | None:
@@ -71,11 +75,12 @@ async def read_secrets(kube: Kube, namespace: str, spec: FinetuneJobSpec) -> Job
         ApiError: the API server does not answer.
     """
     rows, adapter, figures = spec.dataset.secret_ref, spec.output.secret_ref, _of_tracking(spec)
-    place = "spec.tracking.secretRef"
+    place, base = "spec.tracking.secretRef", spec.model.secret_ref
     return JobSecrets(
         await _read(kube, namespace, rows.name, "spec.dataset.secretRef") if rows else {},
         await _read(kube, namespace, adapter.name, "spec.output.secretRef") if adapter else {},
         await _read(kube, namespace, figures.name, place, TRACKING_KEYS) if figures else {},
+        await _read(kube, namespace, base.name, "spec.model.secretRef", MODEL_KEYS) if base else {},
     )
 
 

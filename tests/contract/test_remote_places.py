@@ -12,11 +12,14 @@ import pytest
 from huggingface_hub import constants
 from support.filehub import COMMIT, served
 
-from windrow.crd import DatasetSpec
+from windrow.crd import DatasetSpec, parse_job_spec
 from windrow.errors import Transient, UserError
+from windrow_sidecar.finetune.colocated.slot import held_model
 from windrow_sidecar.finetune.data.places import DatasetSilent, find_files
 from windrow_sidecar.finetune.data.records import read_records
+from windrow_sidecar.finetune.data.remote import Credentials
 from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
+from windrow_sidecar.finetune.job.assembly import JobSpec
 from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.model.hub_models import HubReader
 from windrow_sidecar.finetune.model.loading import find_model
@@ -159,6 +162,41 @@ def test_the_pods_own_token_of_the_hub_is_lent_to_no_job_that_may_not_use_it(
         find_files("team/rows", access=access)
     with pytest.raises(UserError, match="401"):
         find_model("team/tiny", "main", NONE)
+
+
+TOKEN = {"HF_TOKEN": "of-job"}
+
+
+@pytest.mark.parametrize("pod_credentials", [True, False])
+@pytest.mark.parametrize("named", ["model", "dataset"])
+@pytest.mark.parametrize("serves_model", [True, False])
+def test_a_gated_model_is_read_with_the_token_of_the_models_own_secret(
+    hub, monkeypatch, tmp_path, pod_credentials, named, serves_model
+):
+    """The dataset's stands in for it, unless the pod's own may be used."""
+    monkeypatch.setenv("HF_TOKEN", "of-decode")
+    write(hub / "models/team/tiny/config.json", "{}")
+    access = SourceAccess(
+        (tmp_path / "own",), pod_credentials=pod_credentials, serves_model=serves_model
+    )
+    spec = parse_job_spec(
+        {
+            "model": {"name": "team/tiny", "secretRef": {"name": "hub"}},
+            "dataset": {"source": "/rows.jsonl"},
+            "training": {"maxSteps": 1},
+            "output": {"destination": "/out"},
+        }
+    )
+    credentials = {f"{named}_credentials": Credentials("hub", TOKEN)}
+    job = JobSpec("team", "tone", "uid", 1, spec, access=access, **credentials)
+    as_pod = serves_model or (pod_credentials and named == "dataset")
+    write(hub / "private", "of-decode" if as_pod else "of-job")
+    held_model(job).close()
+    write(hub / "private", "of-job" if as_pod else "of-decode")
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(UserError, match="401") as refused:
+        held_model(job)
+    assert as_pod or "spec.model.secretRef" in refused.value.remedy
 
 
 @pytest.mark.parametrize("revision", ["main", COMMIT])

@@ -145,6 +145,10 @@ VALUES = [
         {"dataset": {"source": "/d", "secretRef": {"name": "s"}, "mixture": [{"source": place}]}}
         for place in ("/m", "s3://b/m", "owner/name", "https://host/m")
     ),
+    *(
+        {"model": {"name": name, "secretRef": {"name": "s"}}}
+        for name in ("/models/chat", "./chat", "owner/name", "name")
+    ),
     *({"dataset": {"source": "/d", "weight": n}} for n in (0.5, 100, 101, 0, "1")),
     *(
         {"output": {"destination": "/o", **hub, **secret}}

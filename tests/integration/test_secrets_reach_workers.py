@@ -19,6 +19,7 @@ pytestmark = pytest.mark.paired
 
 LABELS = {"windrow.dev/credentials": "true"}
 TRACKING = {"WANDB_API_KEY": "hidden-91c", "MLFLOW_TRACKING_TOKEN": "hidden-91d"}
+HUB = {"HF_TOKEN": "hidden-91f"}
 STORE = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "hidden-91e"}
 
 
@@ -33,9 +34,10 @@ def left_in(folder: Path) -> list[bytes]:
     return [file.read_bytes() for file in folder.rglob("*") if file.is_file()]
 
 
-async def test_the_secrets_of_tracking_and_output_reach_the_worker(cluster):
+async def test_the_secrets_of_model_tracking_and_output_reach_the_worker(cluster):
     secret(cluster, "figures", **TRACKING, password="of something else")
     secret(cluster, "store", **STORE)
+    secret(cluster, "hub", **HUB, **STORE)  # of a model's, the token alone leaves the API server
     cluster.policy()
     pod = cluster.pod()
     with TemporaryDirectory(prefix="wr-") as name:
@@ -53,7 +55,7 @@ async def test_the_secrets_of_tracking_and_output_reach_the_worker(cluster):
         engine.start()
         try:
             cluster.job(
-                model={"name": "tiny"},
+                model={"name": "tiny", "secretRef": {"name": "hub"}},
                 output={"destination": "s3://team/tone", "secretRef": {"name": "store"}},
                 tracking={"wandb": {"project": "p"}, "secretRef": {"name": "figures"}},
             )
@@ -75,6 +77,6 @@ async def test_the_secrets_of_tracking_and_output_reach_the_worker(cluster):
         finally:
             await agent.end()
             engine.close()
-    assert digest_of({}, STORE, TRACKING) in told
+    assert digest_of({}, STORE, TRACKING, HUB) in told
     assert not any(b"hidden-91" in content for content in left)
     assert "hidden-91" not in cluster.operator.log.read_text()

@@ -125,7 +125,8 @@ class JobWorker:
                     self._forgets = command.reason == Reason.DELETED
                     self._told_to_end.set()
                 elif command.action == "CREDENTIALS" and self._behave == "telling":
-                    held = command.dataset_secret, command.output_secret, command.tracking_secret
+                    held = command.dataset_secret, command.output_secret
+                    held = *held, command.tracking_secret, command.model_secret
                     self._event("PAUSED", "Paused", digest_of(*map(dict, held)))
                 elif command.action == "PAUSE":
                     self._event("PAUSED", "Paused", command.reason)

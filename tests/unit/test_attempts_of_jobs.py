@@ -136,3 +136,44 @@ def test_weights_whose_header_lies_are_refused_by_the_copy_or_by_who_loads_them(
     file.write_bytes(len(content).to_bytes(8, "little") + content + bytes(32))
     with pytest.raises((UserError, SafetensorError)):
         load(file)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "bank/a",
+        "bank/a/.windrow/uid/adapter",
+        "latest",
+        "linked",
+        ".windrow-adapters/bank/0123",
+        "damaged",
+        "bank/nothing",
+        "bank/a/adapter_config.json",
+    ],
+)
+def test_a_job_begins_with_no_adapter_of_another_namespace_where_all_share_a_folder(
+    tmp_path, place
+):
+    """An adapter of others is refused by its owner, in the words for one that is missing."""
+    theirs, mine = tmp_path / "bank" / "a", tmp_path / "mine" / "a"
+    copy, damaged = tmp_path / ".windrow-adapters" / "bank" / "0123", tmp_path / "damaged"
+    draft = theirs / ".windrow" / "uid" / "adapter"
+    for folder, namespace in ((theirs, "bank"), (mine, "team"), (damaged, "")):
+        (folder / ".windrow").mkdir(parents=True)
+        words = json.dumps({"uid": "1", "namespace": namespace})
+        (folder / ".windrow" / "owner.json").write_text(words[: len(words) if namespace else 9])
+    (tmp_path / "linked").mkdir()
+    for folder in (theirs, mine, damaged, draft, copy):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "adapter_config.json").write_text('{"r": 4111}')
+    (tmp_path / "latest").symlink_to("bank/a")
+    (tmp_path / "linked" / "adapter_config.json").symlink_to("../bank/a/adapter_config.json")
+    access = SourceAccess((tmp_path,), network=NetworkAccess(sources=()), namespace="team")
+    with pytest.raises(UserError) as refused:
+        begin_with(f"{tmp_path}/{place}", access)
+    assert refused.value.field == "spec.adapter.from"
+    with pytest.raises(UserError) as missing:
+        begin_with(f"{tmp_path}/nothing", access)
+    assert refused.value.remedy == missing.value.remedy
+    assert refused.value.problem == missing.value.problem.replace("nothing", place)
+    begin_with(f"{tmp_path}/mine/a", access)  # and its own is read

@@ -139,6 +139,7 @@ def test_a_spec_that_was_read_can_be_written_and_read_again():
         ("output.destination", "~/out", "spec.output.destination", "a shell"),
         ("dataset.source", "ftp://team/rows.jsonl", "spec.dataset.source", "ftp://"),
         ("dataset.secretRef", {"name": "s3"}, "spec.dataset", "takes no credentials"),
+        ("model.secretRef", {"name": "hub"}, "spec.model", "is a path"),
         ("dataset.badRows", "drop", "spec.dataset.badRows", "'fail' or 'skip'"),
         ("output.destination", "s3://team", "spec.output.destination", "no folder of a bucket"),
         ("output.destination", "s3:///out", "spec.output.destination", "no folder of a bucket"),

@@ -648,6 +648,20 @@ def test_keys_that_are_not_written_as_they_should_are_left_out():
     assert (found, key.namespace, key.name) == (digest, "blue", "key-keys.good")
 
 
+def test_no_two_keys_of_a_namespace_share_a_folder():
+    digest = hashlib.sha256(b"k").hexdigest()
+    data = {"data": {}}
+    for entry in ("b.c", "c", "b_c", "b", ".b.c", "a.b.c", "_b.c"):
+        data["data"][entry] = base64.b64encode(f"blue {digest}".encode()).decode()
+    found: dict[str, tuple[str, str]] = {}
+    for secret in ("a", "a.b", "a-b", "a.b.c", "a.a"):
+        for _, key in keys_of(secret, data):
+            entry = key.name.partition(".")[2]
+            for known in (key.folder, key.label):
+                assert found.setdefault(known, (secret, entry)) == (secret, entry)
+    assert len(found) == 2 * 5 * 7
+
+
 def test_a_tenants_links_lead_the_endpoint_nowhere(held, blue, tmp_path):
     """A tenant's pods write in their folder, where the endpoint reads figures."""
     (tmp_path / "red").mkdir()

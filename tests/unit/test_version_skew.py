@@ -321,6 +321,7 @@ def test_a_sidecar_works_for_an_older_operator(old, tmp_path):
     assign = old("Assign")(
         slot=0, job_uid="u", job_name="tone", epoch=1, spec_json=json.dumps(SPEC)
     )
+    assert not today(assign).model_secret  # so the worker asks the Hub as it did before
     folder = write_job(AgentSettings(RunDir(tmp_path)), today(assign))
     job = json.loads((folder / "job.json").read_text())
     assert (job["epoch"], job["spec"], job["access"], job["outputs"]) == (1, SPEC, None, None)
@@ -339,6 +340,7 @@ def test_a_sidecar_works_for_an_older_operator(old, tmp_path):
         attach_pb2.JobEvent(kind="FAILED", reason="X", field="spec.x", remedy="y", epoch=2),
         attach_pb2.ProfileReport(slot=1, key="k", profile_json="{}"),
         attach_pb2.Assign(job_uid="u", epoch=2, access=attach_pb2.Access(pod_credentials=True)),
+        attach_pb2.Assign(job_uid="u", epoch=2, model_secret={"HF_TOKEN": "t"}),
         attach_pb2.PolicyConfig(name="p", mode="off", lease_seconds=2),
         attach_pb2.OperatorHello(protocol_version=1, leader_term=3, renews=True),
         attach_pb2.JobCommand(job_uid="u", action="STOP", epoch=2),

@@ -26,6 +26,17 @@ from windrow.outputs import is_bucket
 class ModelSpec(Record):
     """The base model."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel(
+                    "!has(self.secretRef) || !self.name.matches('^[./]')",
+                    "secretRef has a use for a model of the Hub only",
+                )
+            ]
+        }
+    )
+
     name: Text = Field(
         description="Hub name, or path of a transformers model directory. Matched with what the "
         "decode pods serve: on a pod that serves the same model its weights are shared."
@@ -36,6 +47,21 @@ class ModelSpec(Record):
         description="Form of the frozen weights: as they are, or in 4 or 8 bits by "
         "bitsandbytes. A quantised base is the worker's own, it is not shared with decode.",
     )
+    secret_ref: SecretRef | None = Field(
+        default=None,
+        description="Credentials for a model of the Hub that decode does not serve: HF_TOKEN. "
+        "Left out: the HF_TOKEN of the dataset's or the output's Secret, or what the sidecar's own "
+        "environment gives.",
+    )
+
+    @model_validator(mode="after")
+    def _secret_has_a_use(self) -> Self:
+        if self.secret_ref is not None and self.name.startswith((".", "/")):
+            raise invalid(
+                f"secretRef has no use: {self.name!r} is a path",
+                "Leave it out, or name a model of the Hub (owner/name).",
+            )
+        return self
 
 
 class WorkersSpec(Record):

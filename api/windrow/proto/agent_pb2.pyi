@@ -291,7 +291,7 @@ class WorkerEvent(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., user_error: _Optional[bool] = ..., adapter_path: _Optional[str] = ..., base_eval_loss: _Optional[float] = ..., tuned_eval_loss: _Optional[float] = ..., field: _Optional[str] = ..., remedy: _Optional[str] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("action", "reason", "job_uid", "epoch", "dataset_secret", "output_secret", "tracking_secret")
+    __slots__ = ("action", "reason", "job_uid", "epoch", "dataset_secret", "output_secret", "tracking_secret", "model_secret")
     class DatasetSecretEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +313,13 @@ class WorkerCommand(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class ModelSecretEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     ACTION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     JOB_UID_FIELD_NUMBER: _ClassVar[int]
@@ -320,6 +327,7 @@ class WorkerCommand(_message.Message):
     DATASET_SECRET_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_SECRET_FIELD_NUMBER: _ClassVar[int]
     TRACKING_SECRET_FIELD_NUMBER: _ClassVar[int]
+    MODEL_SECRET_FIELD_NUMBER: _ClassVar[int]
     action: str
     reason: str
     job_uid: str
@@ -327,4 +335,5 @@ class WorkerCommand(_message.Message):
     dataset_secret: _containers.ScalarMap[str, str]
     output_secret: _containers.ScalarMap[str, str]
     tracking_secret: _containers.ScalarMap[str, str]
-    def __init__(self, action: _Optional[str] = ..., reason: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., dataset_secret: _Optional[_Mapping[str, str]] = ..., output_secret: _Optional[_Mapping[str, str]] = ..., tracking_secret: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    model_secret: _containers.ScalarMap[str, str]
+    def __init__(self, action: _Optional[str] = ..., reason: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., dataset_secret: _Optional[_Mapping[str, str]] = ..., output_secret: _Optional[_Mapping[str, str]] = ..., tracking_secret: _Optional[_Mapping[str, str]] = ..., model_secret: _Optional[_Mapping[str, str]] = ...) -> None: ...

@@ -162,7 +162,7 @@ class PolicyConfig(_message.Message):
     def __init__(self, name: _Optional[str] = ..., policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., generation: _Optional[int] = ..., deferral_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ...) -> None: ...
 
 class Assign(_message.Message):
-    __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json", "outputs", "leader_term", "dataset_secret", "output_secret", "tracking_secret", "checkpoint_path", "access")
+    __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json", "outputs", "leader_term", "dataset_secret", "output_secret", "tracking_secret", "model_secret", "checkpoint_path", "access")
     class DatasetSecretEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +184,13 @@ class Assign(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class ModelSecretEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SLOT_FIELD_NUMBER: _ClassVar[int]
     JOB_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +202,7 @@ class Assign(_message.Message):
     DATASET_SECRET_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_SECRET_FIELD_NUMBER: _ClassVar[int]
     TRACKING_SECRET_FIELD_NUMBER: _ClassVar[int]
+    MODEL_SECRET_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_PATH_FIELD_NUMBER: _ClassVar[int]
     ACCESS_FIELD_NUMBER: _ClassVar[int]
     slot: int
@@ -208,9 +216,10 @@ class Assign(_message.Message):
     dataset_secret: _containers.ScalarMap[str, str]
     output_secret: _containers.ScalarMap[str, str]
     tracking_secret: _containers.ScalarMap[str, str]
+    model_secret: _containers.ScalarMap[str, str]
     checkpoint_path: str
     access: Access
-    def __init__(self, slot: _Optional[int] = ..., job_namespace: _Optional[str] = ..., job_name: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., spec_json: _Optional[str] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., leader_term: _Optional[int] = ..., dataset_secret: _Optional[_Mapping[str, str]] = ..., output_secret: _Optional[_Mapping[str, str]] = ..., tracking_secret: _Optional[_Mapping[str, str]] = ..., checkpoint_path: _Optional[str] = ..., access: _Optional[_Union[Access, _Mapping]] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., job_namespace: _Optional[str] = ..., job_name: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., spec_json: _Optional[str] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., leader_term: _Optional[int] = ..., dataset_secret: _Optional[_Mapping[str, str]] = ..., output_secret: _Optional[_Mapping[str, str]] = ..., tracking_secret: _Optional[_Mapping[str, str]] = ..., model_secret: _Optional[_Mapping[str, str]] = ..., checkpoint_path: _Optional[str] = ..., access: _Optional[_Union[Access, _Mapping]] = ...) -> None: ...
 
 class Access(_message.Message):
     __slots__ = ("readable_trees", "lists_sources", "sources", "private_sources", "pod_credentials", "shares_worker", "serves_model")

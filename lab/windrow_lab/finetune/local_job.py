@@ -123,6 +123,7 @@ def without_cluster(spec: FinetuneJobSpec) -> list[str]:
     listed = ", ".join(
         [
             *(f"spec.{fields[name].alias}" for name in named),
+            *(["spec.model.secretRef"] if spec.model.secret_ref else []),
             *(["spec.output.secretRef"] if spec.output.secret_ref else []),
             *(["spec.dataset.secretRef"] if spec.dataset.secret_ref else []),
         ]

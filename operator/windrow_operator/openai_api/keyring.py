@@ -214,7 +214,9 @@ def keys_of(secret: str, body: dict[str, Any]) -> list[tuple[str, ApiKey]]:
                 entry,
             )
             continue
-        found.append((line["hash"], ApiKey(line["namespace"], f"key-{secret}.{entry}")))
+        # A Secret's name has no underscore, so what comes before the first dot is the Secret's.
+        name = f"key-{secret.replace('.', '_')}.{entry}"
+        found.append((line["hash"], ApiKey(line["namespace"], name)))
     return found
 
 

@@ -95,15 +95,15 @@ class JobRun:
         self._channel, self._called = channel, True
         self._hung_up.clear()
         of_job = self.assign
-        if of_job.dataset_secret or of_job.output_secret or of_job.tracking_secret:
-            channel.send(
-                agent_pb2.WorkerCommand(
-                    action="CREDENTIALS",
-                    dataset_secret=of_job.dataset_secret,
-                    output_secret=of_job.output_secret,
-                    tracking_secret=of_job.tracking_secret,
-                )
-            )
+        credentials = agent_pb2.WorkerCommand(
+            action="CREDENTIALS",
+            dataset_secret=of_job.dataset_secret,
+            output_secret=of_job.output_secret,
+            tracking_secret=of_job.tracking_secret,
+            model_secret=of_job.model_secret,
+        )
+        if len(credentials.ListFields()) > 1:
+            channel.send(credentials)
         for command in self._waiting:
             channel.send(command)
         self._waiting.clear()

@@ -6,25 +6,32 @@ import json
 import os
 import stat
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from windrow.adapter_files import CACHE_FOLDER
 from windrow.conditions import Reason
 from windrow.crd import FinetuneJobSpec
 from windrow.errors import UserError
-from windrow.outputs import path_of
+from windrow.outputs import HELD_DIRECTORIES, OWN_FOLDER, path_of
 from windrow_sidecar.finetune.adapter.served import as_served
 from windrow_sidecar.finetune.data.confined_files import ConfinedFiles
 from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
+from windrow_sidecar.finetune.training.checkpoint import OWNER, owner_of
 
 _FIELD: Final = "spec.adapter.from"
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _MOST_CONFIG_BYTES = 1 << 20
 # Numbers of 8 bytes are the largest there are; names and shapes come before them.
 _BYTES_OF_NUMBER, _HEADER_BYTES = 8, 16 << 20
+_REMEDY: Final = (
+    f"Name a folder with {_CONFIG} and {_WEIGHTS}, as a finished job of the same namespace leaves "
+    "it."
+)
 # What an adapter's numbers mean; the rest of its configuration is where it was trained and how.
 _MEANING: Final = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "bias")
 
@@ -137,6 +144,8 @@ def _read(path: Path, access: SourceAccess, most: int) -> bytes:
         else:
             at = ConfinedFiles(access.trees, access.never).open(path, flags)
         with os.fdopen(at, "rb") as source:
+            if access.trees is not None and not _may_begin_with(at, access.namespace):
+                raise _absent(path.parent)
             about = os.fstat(at)
             if not stat.S_ISREG(about.st_mode):
                 raise _refused(f"{path} is not a regular file", "Name an adapter's folder.")
@@ -144,17 +153,47 @@ def _read(path: Path, access: SourceAccess, most: int) -> bytes:
             found = source.read() if about.st_size <= most else b""
     except UserError as error:
         raise _refused(error.problem, error.remedy) from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _absent(path.parent) from error
     except OSError as error:
-        raise _refused(
-            f"{path} cannot be read ({error.strerror})",
-            f"Name a folder with {_CONFIG} and {_WEIGHTS}, as a finished job leaves it.",
-        ) from error
+        raise _refused(f"{path} cannot be read ({error.strerror})", _REMEDY) from error
     if about.st_size > most:
         raise _refused(
             f"{path} has {about.st_size} bytes, more than the {most} that this job's adapter takes",
             "Name the folder of an adapter of the same rank and targets.",
         )
     return found
+
+
+def _may_begin_with(file: int, namespace: str) -> bool:
+    """Return whether an open file is of no job of another namespace, ended or not.
+
+    Where several namespaces share a folder, its owner is who has written to it first, as for
+    destinations.
+
+    Args:
+        file: its descriptor; the folder that it is in counts, whatever link has led there.
+        namespace: of the job that begins.
+    """
+    folder = Path(os.readlink(f"{HELD_DIRECTORIES}/{file}")).parent
+    # Copies for servers are in a folder of each namespace.
+    if any(at == CACHE_FOLDER and name != namespace for at, name in pairwise(folder.parts)):
+        return False
+    within = (at for at in (folder, *folder.parents) if at.name == OWN_FOLDER)
+    for place in (folder / OWN_FOLDER, *within):
+        try:
+            at = os.open(place / OWNER, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # of nobody's job, or of a version that kept no owner
+        with os.fdopen(at, "rb") as said:
+            if owner_of(said.read(_MOST_CONFIG_BYTES))[1] != namespace:
+                return False
+    return True
+
+
+def _absent(folder: Path) -> UserError:
+    """Return the error for a missing adapter and for one of another namespace, in equal words."""
+    return _refused(f"{folder} cannot be read as an adapter of this job", _REMEDY)
 
 
 def _refused(problem: str, remedy: str) -> UserError:

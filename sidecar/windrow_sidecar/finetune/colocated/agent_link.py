@@ -57,7 +57,7 @@ class JobLink(JobReporter, Protocol):
         """End it as soon as all was taken; returns at once."""
 
     def credentials(self) -> tuple[Mapping[str, str], ...]:
-        """Return what the job's Secrets hold: for its rows, its destination, its tracking."""
+        """Return what the job's Secrets hold: of rows, destination, tracking and base model."""
 
 
 class JobAgentLink:
@@ -89,7 +89,7 @@ class JobAgentLink:
         self._log_file = log_file
         self._unsent: deque[agent_pb2.WorkerReport] = deque()
         self._commands: queue.SimpleQueue[Action] = queue.SimpleQueue()
-        self._credentials: tuple[Mapping[str, str], ...] = ({}, {}, {})
+        self._credentials: tuple[Mapping[str, str], ...] = ({}, {}, {}, {})
         self._has_credentials = threading.Event()
         self.end_asked: Action | None = None  # STOP, FORGET or ABORT, also once it was picked up
         self._wake = threading.Event()
@@ -142,7 +142,7 @@ class JobAgentLink:
             return None
 
     def credentials(self) -> tuple[Mapping[str, str], ...]:
-        """Return what the job's Secrets hold, for its rows, its destination and its tracking.
+        """Return what the job's Secrets hold: of rows, destination, tracking and base model.
 
         Raises:
             Transient: the agent, which sends them first of all, has not answered.
@@ -185,8 +185,10 @@ class JobAgentLink:
             return
         if command.action == "CREDENTIALS":
             # Never into a log or a file: they live and end with this process.
-            sent = (command.dataset_secret, command.output_secret, command.tracking_secret)
-            self._credentials = tuple(map(dict, sent))
+            of_job = (command.dataset_secret, command.output_secret)
+            self._credentials = tuple(
+                map(dict, (*of_job, command.tracking_secret, command.model_secret))
+            )
             self._has_credentials.set()
             return
         if command.action == "ADD_JOB":

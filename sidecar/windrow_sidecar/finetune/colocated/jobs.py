@@ -312,15 +312,18 @@ class WorkerJobs:
             network_guard.install().admit(pending, job.access.network)
         job = replace(job, epoch=order.epoch)
         figures = job.spec.tracking.secret_ref if job.spec.tracking else None
-        secrets = (job.spec.dataset.secret_ref, job.spec.output.secret_ref, figures)
+        spec = job.spec
+        secrets = (spec.dataset.secret_ref, spec.output.secret_ref, figures, spec.model.secret_ref)
         if any(secrets):
             named = [secret.name if secret else "" for secret in secrets]
-            rows, output, tracking = map(Credentials, named, pending.agent.credentials())
+            held = pending.agent.credentials()
+            rows, output, tracking, model = map(Credentials, named, held)
             job = replace(
                 job,
                 dataset_credentials=rows,
                 output_credentials=output,
                 tracking_credentials=tracking,
+                model_credentials=model,
             )
         services_of(job)  # what cannot be reported is refused before anything is loaded
         return job

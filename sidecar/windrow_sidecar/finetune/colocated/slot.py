@@ -436,17 +436,23 @@ def held_model(job: JobSpec) -> HeldModel:
     held = HeldModel(Path(model.name), access)  # before anything of it is read, or said
     try:
         with held.named() as place:
-            # The model that decode serves is read as decode reads it.
-            as_pod = access.pod_credentials or access.serves_model is not False
-            own = HubReader.of_job(job.dataset_credentials, job.output_credentials)
-            reader = THIS_PROCESS if as_pod else own
-            found = find_model(str(place), model.revision, reader)
+            found = find_model(str(place), model.revision, hub_reader(job))
             of_hub = found != place
     except BaseException:
         held.close()
         raise
     # The Hub's cache may be on one of the job's volumes.
     return HeldModel(found, access, of_hub=True) if of_hub else held
+
+
+def hub_reader(job: JobSpec) -> HubReader:
+    """Return as whom the Hub is asked for the base model of a job."""
+    if job.access.serves_model is not False:
+        return THIS_PROCESS  # the model that decode serves is read as decode reads it
+    if job.access.pod_credentials and not job.model_credentials.secret:
+        return THIS_PROCESS
+    named = (job.model_credentials, job.dataset_credentials, job.output_credentials)
+    return HubReader.of_job(*named)
 
 
 def check_shown(job: JobSpec, base: BaseModel) -> None:

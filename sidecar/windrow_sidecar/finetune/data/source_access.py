@@ -30,6 +30,7 @@ class SourceAccess:
             its node.
         serves_model: whether decode serves the job's model, which is read where decode reads it;
             None: an older operator does not say.
+        namespace: of the job; what jobs of others have left is not read as an adapter.
     """
 
     trees: tuple[Path, ...] | None = None
@@ -37,6 +38,7 @@ class SourceAccess:
     network: NetworkAccess | None = None
     pod_credentials: bool = True
     serves_model: bool | None = None
+    namespace: str = ""
 
     def check_url(self, url: str, field: str = _FIELD) -> None:
         """Refuse a URL that the job may not read, by its scheme and host as they are written.
@@ -94,12 +96,15 @@ class SourceAccess:
             )
 
     @classmethod
-    def of(cls, document: Mapping[str, Any] | None, writable: Iterable[str]) -> SourceAccess:
+    def of(
+        cls, document: Mapping[str, Any] | None, writable: Iterable[str], namespace: str = ""
+    ) -> SourceAccess:
         """Return what the agent wrote of a job's access (`as_document`); None: no limits are known.
 
         Args:
             document: `access` of a job's file.
             writable: the trees that the job may write, which it may read as well.
+            namespace: of the job.
         """
         if document is None:
             return cls()
@@ -111,6 +116,7 @@ class SourceAccess:
             network=NetworkAccess(sources, private=bool(document["privateSources"])),
             pod_credentials=bool(document["podCredentials"]),
             serves_model=document.get("servesModel"),
+            namespace=namespace,
         )
 
 

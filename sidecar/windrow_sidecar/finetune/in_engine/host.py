@@ -106,6 +106,7 @@ def check_local(path: Path) -> Mapping[str, object]:
     job = read_job(path)
     spec = job.spec
     for field, secret in (
+        ("spec.model.secretRef", spec.model.secret_ref),
         ("spec.dataset.secretRef", spec.dataset.secret_ref),
         ("spec.output.secretRef", spec.output.secret_ref),
         ("spec.tracking.secretRef", spec.tracking.secret_ref if spec.tracking else None),

@@ -72,7 +72,7 @@ class LocalLink:
 
     def credentials(self) -> tuple[Mapping[str, str], ...]:
         """Return none: Secrets are the cluster's (`check_local` refuses a job that names one)."""
-        return {}, {}, {}
+        return {}, {}, {}, {}
 
     def _run(self) -> None:
         while not self._closing.wait(PROGRESS_EVERY_S):

@@ -79,6 +79,7 @@ class JobSpec:
         dataset_credentials: for its rows.
         output_credentials: for its destination.
         tracking_credentials: for the servers that get its figures.
+        model_credentials: for its base model.
         access: what may be read.
         checkpoint: that the job has to go on from, as the operator knows it; "": none is known.
         begun: when its folder was first claimed, on the clock of that machine; None: not yet.
@@ -93,6 +94,7 @@ class JobSpec:
     dataset_credentials: Credentials = NO_CREDENTIALS
     output_credentials: Credentials = NO_CREDENTIALS
     tracking_credentials: Credentials = NO_CREDENTIALS
+    model_credentials: Credentials = NO_CREDENTIALS
     checkpoint: str = ""
     access: SourceAccess = UNCONFINED
     begun: datetime | None = None
@@ -134,16 +136,16 @@ def read_job(path: Path, output: str | None = None) -> JobSpec:
         kept = stated if isinstance(stated, dict) else {}
         document["spec"]["output"] = {**kept, "destination": output}
     about = document.get("metadata") or document
-    outputs = document.get("outputs")
+    outputs, namespace = document.get("outputs"), str(about.get("namespace", "default"))
     return JobSpec(
-        namespace=str(about.get("namespace", "default")),
+        namespace=namespace,
         name=str(about.get("name", path.stem)),
         uid=folder_of(about, path),
         epoch=int(document.get("epoch", 1)),
         spec=parse_job_spec(document["spec"]),
         outputs=None if outputs is None else tuple(map(Path, outputs)),
         checkpoint=str(document.get("checkpoint") or ""),
-        access=SourceAccess.of(document.get("access"), outputs or ()),
+        access=SourceAccess.of(document.get("access"), outputs or (), namespace),
     )
 
 

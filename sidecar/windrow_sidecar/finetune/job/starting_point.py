@@ -33,6 +33,7 @@ from windrow_sidecar.finetune.training.checkpoint import (
     UNREADABLE,
     Checkpoint,
     check_room,
+    owner_of,
     verify_checkpoint,
 )
 
@@ -290,13 +291,10 @@ class NamedCheckpoint:
         for levels in range(1, _MOST_ABOVE + 1) if self._namespace else ():
             try:
                 with _reading(self._place):
-                    held = json.loads(place.read_above(levels, OWNER))
-                owner = str(held["namespace"])
+                    _, owner = owner_of(place.read_above(levels, OWNER))
             except FileNotFoundError:
                 continue  # a copy, or of a version that kept no owner
-            except (ValueError, KeyError, TypeError, RecursionError):
-                owner = ""
-            if owner not in ("", self._namespace):
+            if owner != self._namespace:
                 raise _refusal(f"{self._place} holds the work of a job of another namespace")
 
     def _read(self, place: OpenedPlace, below: str, name: str) -> bytes:

@@ -27,8 +27,8 @@ _WANTED: Final = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _REMEDY: Final = "Name a transformers model directory on a mounted volume, or a Hub model."
 _REMEDY_OF_JOB: Final = (
     "Name the model that decode serves, a directory on a mounted volume, or a Secret with an "
-    "HF_TOKEN that may read the model (spec.dataset.secretRef or spec.output.secretRef). Who keeps "
-    "the HarvestPolicy can set spec.access.podCredentials."
+    "HF_TOKEN that may read the model (spec.model.secretRef). Who keeps the HarvestPolicy can set "
+    "spec.access.podCredentials."
 )
 
 

@@ -53,6 +53,15 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Recursio
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def owner_of(content: bytes) -> tuple[str, str]:
+    """Return the UID and the namespace of the job that OWNER names; empty: it is damaged."""
+    try:
+        held = json.loads(content[:_OWNER_BYTES])
+        return str(held["uid"]), str(held["namespace"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "", ""
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Return whether something could not be written for want of room."""
     return isinstance(error, OSError) and error.errno in _FULL
@@ -311,12 +320,9 @@ class JobFolder:
         try:
             if owner.is_symlink():
                 return True
-            held = json.loads(owner.read_bytes()[:_OWNER_BYTES])
-            uid, namespace = str(held["uid"]), str(held["namespace"])
+            uid, namespace = owner_of(owner.read_bytes())
         except FileNotFoundError:
             return False  # nobody was here, or a version that kept no owner
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return True
         return uid != self.job_uid and not (namespace and namespace == self._namespace)
 
     def _own(self) -> None:
