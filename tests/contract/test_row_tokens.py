@@ -661,3 +661,122 @@ def test_what_a_template_draws_by_chance_follows_from_the_row(draws):
     ids = {example(tokenizer, "chat", turns(LONGER)).ids for _ in range(8)}
     assert len(ids) == 1
     assert random.getstate() == before
+
+
+TWICE = (*FIRST, ("assistant", "Once more"), *BOTH[2:])
+MARKS = ("<|end|>", "<|turn|>", "<|user|>", "<|assistant|>")
+# By how templates ask behind an answer: what is learnt of two answers in a row, and one more.
+ANSWERED_TWICE = {
+    "vLLM's ChatML: by no header": (
+        "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}"
+        "{% if add_generation_prompt or not loop.last %}</s>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role != 'assistant' %}<|turn|>assistant\n"
+        "{{ '' }}{% endif %}",
+        ["Hello Paris</s>", "Once more</s>", "Hello Rome"],
+    ),
+    "Falcon: by no header, in words": (
+        "{% for m in messages %}{{ '' if loop.first else '\n' }}{{ m.role.title() }}: "
+        "{{ m.content }}{% endfor %}{% if add_generation_prompt %}{{ '\n' }}"
+        "{% if messages[-1].role != 'assistant' %}Assistant: {% endif %}{% endif %}",
+        ["Hello Paris", "Once more", "Hello Rome"],
+    ),
+    "Apriel: by no header, behind an end": (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role != 'assistant' %}<|assistant|>"
+        "{% endif %}",
+        ["Hello Paris</s>\n", "Once more</s>\n", "Hello Rome</s>\n"],
+    ),
+    "ToolACE: by a header, whoever has spoken, and whether asked or not": (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}<|assistant|>",
+        None,
+    ),
+    "Phi-4-mini: the same with a turn that begins by the question": (
+        "{% for m in messages %}<|turn|><|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+        "<|turn|><|assistant|>",
+        ["Hello Paris</s>", "Once more</s>", "Hello Rome</s>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ANSWERED_TWICE)
+def test_answers_behind_answers_hold_no_header(how):
+    template, expected = ANSWERED_TWICE[how]
+    found, notes = spoken(template, TWICE, specials=MARKS)
+    assert found == (expected or ["Hello Paris</s>", "Once more</s>", "Hello Rome</s>"])
+    assert "are not learnt" not in notes
+    # The second of two is the last one as well.
+    assert spoken(template, TWICE[:3], specials=MARKS)[0][0] == found[0]
+    assert "assistant" not in "".join(spoken(template, TWICE[:3], specials=MARKS)[0]).lower()
+
+
+def test_what_follows_a_stop_of_the_last_turn_is_not_learnt():
+    tokenizer = letters()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
+    tokenizer.chat_template = BEHIND["Phi-3: an end of the text where nothing is asked"][0]
+    read = Conversations(tokenizer, learn_all=False, stops=("</s>", "<|end|>"))
+    for talk, last in ((FIRST, "Hello Paris<|end|>\n"), (BOTH, "Hello Rome<|end|>\n")):
+        rendered = read.rendered(row_of(DatasetRecord("rows.jsonl:1", turns(talk)), "chat"))
+        begin, end = rendered.learnt[-1]
+        assert rendered.text[begin:end] == last
+    assert read.unlike_before == "what follows the last answer is not learnt"
+
+
+@pytest.mark.parametrize("form", ["completion", "preference"])
+def test_answers_to_a_prompt_hold_no_question_behind_them(form):
+    tokenizer = letters()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
+    tokenizer.chat_template = BEHIND["Command A: a question that nobody has asked"][0]
+    user, *answers = (
+        [{"role": role, "content": content}] for role, content in (*FIRST, ("assistant", "No"))
+    )
+    names = {"completion": ("completion",), "preference": ("chosen", "rejected")}[form]
+    fields = {"prompt": user, **dict(zip(names, answers, strict=False))}
+    row = row_of(DatasetRecord("rows.jsonl:1", fields), form)
+    for each, said in ((row, "Hello Paris</s>"), (row.rejected, "No</s>")):
+        if each is not None:
+            rendered = Conversations(tokenizer, learn_all=False).rendered(each)
+            assert [rendered.text[begin:end] for begin, end in rendered.learnt] == [said]
+
+
+# Laguna's form: the mark holds the header, and what is asked by depends on a setting.
+HEADER_MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|assistant|>"
+    "{{ '<think>' + m.thought + '</think>' if m.thought else '</think>' }}{{ m.content }}</s>"
+    "{% endgeneration %}{% else %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|></think>{% endif %}"
+)
+
+
+def test_a_header_in_a_templates_mark_is_not_learnt():
+    found, notes = spoken(HEADER_MARKED, BOTH, specials=MARKS)
+    assert found == ["Hello Paris</s>", "Hello Rome</s>"]
+    assert "servers ask for them otherwise" not in notes
+
+
+def test_marked_answers_that_are_asked_for_otherwise_are_told():
+    tokenizer = letters()
+    tokenizer.add_special_tokens({"additional_special_tokens": [*MARKS, "<think>", "</think>"]})
+    tokenizer.chat_template = HEADER_MARKED
+    rows = RowTokenizer(tokenizer, max_length=900)
+    fields = turns(BOTH)
+    fields["messages"][1]["thought"] = "Which one?"
+    made = rows.example(row_of(DatasetRecord("rows.jsonl:1", fields), "chat"))
+    said = tokenizer.decode([made.ids[at] for at in learnt(made)])
+    assert said == "<think>Which one?</think>Hello Paris</s>Hello Rome</s>"
+    assert "1 answers are learnt as the model's chat template marks them, and servers ask" in (
+        " ".join(rows.notes())
+    )
+
+
+def test_a_template_that_reads_tools_in_every_row_says_so():
+    needs = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}" + PLAIN
+    with pytest.raises(UserError, match="Give each row its `tools`"):
+        spoken(needs, FIRST)
+    with pytest.raises(UserError, match="Write the turns, and their order"):
+        spoken("{{ none | length }}", FIRST)
+
+
+def test_a_difference_is_shown_from_the_begin_of_its_token():
+    asks = EACH.replace("<|end|>", "</s>") + "{% if add_generation_prompt %}<|user|>{% endif %}"
+    with pytest.raises(UserError, match=r"it asks by '<\|user\|>', and writes"):
+        spoken(asks, FIRST, specials=MARKS)

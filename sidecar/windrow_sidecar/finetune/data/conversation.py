@@ -16,6 +16,15 @@ from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow.rows import DatasetRow, Fields, bad_row
 from windrow_sidecar.finetune.data.encoding import Rendered
+from windrow_sidecar.finetune.data.rendered_turns import (
+    behind_header,
+    difference,
+    end_of_content,
+    outside,
+    shared,
+    tokens_of,
+    words,
+)
 from windrow_sidecar.finetune.data.rendering import bounded, rendering, sized, without_comments
 
 # By which a template says itself what the assistant says.
@@ -23,8 +32,6 @@ _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # What a template may read that is not the job's: the time, and random numbers.
 _CLOCK = "strftime_now"
 _CHANCE = re.compile(r"\|\s*random\b|\blipsum\s*\(")
-# Characters of a text that an error shows.
-_SHOWN = 60
 
 
 class Conversations:
@@ -51,6 +58,8 @@ class Conversations:
         self.rewritten, self.first_rewritten = 0, ""
         # Answers that the template writes otherwise than it asks for them, and the first such row.
         self.unasked, self.first_unasked = 0, ""
+        # The same of answers that the template marks: they are learnt.
+        self.unlike_asked, self.first_unlike_asked = 0, ""
         # Turns of others and parts of answers that the template leaves out, and the first such row.
         self.unwritten, self.first_unwritten = 0, ""
         self.shortened, self.first_shortened = 0, ""
@@ -60,7 +69,7 @@ class Conversations:
         self.unlike_before = ""
         self._counts: dict[str, bool] = {}  # by field
         self._goes_on: bool | None = None  # whether a turn is the same once another one follows
-        self._tokens = sorted(_tokens_of(tokenizer), key=len, reverse=True)
+        self._tokens = tokens_of(tokenizer)
 
     def rendered(self, row: DatasetRow) -> Rendered:
         """Return a row's text: all turns as the template writes them in one conversation.
@@ -105,11 +114,13 @@ class Conversations:
             raise bad_row(
                 row.where,
                 "the model's chat template writes an answer otherwise than it asks for it"
-                f"{_difference(prompt, whole)}",
+                f"{difference(prompt, whole, self._tokens)}",
                 "Set what the template needs for it in the row's `chat_template_kwargs`, or render "
                 "prompt and answers yourself and write them as text.",
             )
-        return Rendered(whole, ((len(prompt), len(whole)),), special=False)
+        said = end_of_content(whole, len(prompt), row.turns[-1]["content"])
+        end = self._end_of_last(row, row.turns, whole, len(whole) if said is None else said)
+        return Rendered(whole, ((len(prompt), end),), special=False)
 
     def _note_unread(self, row: DatasetRow) -> None:
         """Count fields that change nothing in the text: the template knows no such field."""
@@ -146,7 +157,7 @@ class Conversations:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with bounded(row), rendering(row), self._of_the_job(row):
+        with bounded(row), rendering(row, template), self._of_the_job(row):
             (text,), (marks,) = render_jinja_template(
                 conversations=[list(turns)],
                 tools=row.tools,
@@ -155,8 +166,34 @@ class Conversations:
                 **{**self._tokenizer.special_tokens_map, **row.template_settings},
             )
         self._check_written(row, turns, text)
-        learnt = tuple((begin, end) for begin, end in marks if begin < end)
-        return Rendered(sized(text, row), learnt, special=False, touched=True)
+        learnt = [(begin, end) for begin, end in marks if begin < end]
+        learnt = self._behind_prompts(row, turns, sized(text, row), learnt)
+        return Rendered(text, tuple(learnt), special=False, touched=True)
+
+    def _behind_prompts(
+        self, row: DatasetRow, turns: tuple[Fields, ...], text: str, marks: list[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """Return marked parts without what the model is asked by: some marks hold the header.
+
+        Answers that the model is asked for otherwise are counted.
+        """
+        for i, turn in enumerate(turns):
+            if turn["role"] != "assistant" or i == 0:
+                continue
+            try:
+                prompt = self._text(row, turns[:i], prompt=True)
+                if not text.startswith(prompt):
+                    answered = self._text(row, turns[: i + 1])
+                    if not answered.startswith(prompt):
+                        self.unlike_asked += 1
+                        self.first_unlike_asked = self.first_unlike_asked or row.where
+            except UserError:  # the template refuses a part of these turns
+                continue
+            begun = outside(text, shared(text, prompt), self._tokens)
+            if any(begin < begun < end for begin, end in marks):
+                self.unlike_before = self.unlike_before or "headers in marks are not learnt"
+            marks = [(begun if begin < begun < end else begin, end) for begin, end in marks]
+        return marks
 
     def _told_apart(self, row: DatasetRow, turns: tuple[Fields, ...]) -> Rendered:
         """Learn each answer in the form in which the model would be asked for it."""
@@ -171,20 +208,25 @@ class Conversations:
             prompt = self._text(row, turns[:i], prompt=True)
             answered = whole if i + 1 == len(turns) else self._text(row, turns[: i + 1])
             if not answered.startswith(prompt):
-                why = why or _difference(prompt, answered)
+                why = why or difference(prompt, answered, self._tokens)
                 self.unasked += 1
                 self.first_unasked = self.first_unasked or row.where
                 continue
-            said = _end_of_content(answered, len(prompt), turn["content"])
+            begin = len(prompt)
+            said = end_of_content(answered, begin, turn["content"])
             if said is None:
                 raise _nothing_of(row, i)
-            self._note_shortened(row, turn["content"], answered[len(prompt) :])
+            if turns[i - 1]["role"] == "assistant":
+                begin = self._behind_header(row, turns[: i + 1], answered, begin)
+            self._note_shortened(row, turn["content"], answered[begin:])
             end, last = len(answered), i + 1 == len(turns)
             if not last and self._leaves_out(row, turns[: i + 2], answered):
                 last = whole.startswith(answered)
             if last:
                 end = self._end_of_last(row, turns[: i + 1], answered, said)
             elif whole.startswith(answered):
+                if turns[i + 1]["role"] == "assistant":
+                    end = self._end_of_last(row, turns[: i + 1], answered, said)
                 end += self._stop_at(whole, end, said)
             else:
                 end = self._end_of_turn(answered, whole, said) or 0
@@ -193,7 +235,7 @@ class Conversations:
                     self.first_rewritten = self.first_rewritten or row.where
                     continue
                 self.unlike_before = self.unlike_before or "answers of earlier turns are learnt"
-            learnt.append((len(prompt), end))
+            learnt.append((begin, end))
         if not learnt:
             raise bad_row(
                 row.where,
@@ -204,6 +246,21 @@ class Conversations:
                 "set spec.dataset.format to completion.",
             )
         return Rendered(whole, tuple(learnt), special=False)
+
+    def _behind_header(
+        self, row: DatasetRow, turns: tuple[Fields, ...], answered: str, begin: int
+    ) -> int:
+        """Return where an answer behind another answer begins, without a header of its turn."""
+        roles = [turn["role"] for turn in turns]
+        at = next((i for i, role in enumerate(roles) if i and role == "assistant"), 0)
+        if roles[at - 1] == "assistant":  # no turn of somebody else shows what is asked by
+            return begin
+        prompt = self._text(row, turns[:at], prompt=True)
+        first = (prompt, self._text(row, turns[: at + 1]), turns[at]["content"])
+        found = behind_header(first, answered, begin, turns[-1]["content"], self._tokens)
+        if found > begin:
+            self.unlike_before = self.unlike_before or "headers between answers are not learnt"
+        return found
 
     def _check_written(
         self, row: DatasetRow, turns: tuple[Fields, ...], text: str, *, answers: bool = True
@@ -223,7 +280,7 @@ class Conversations:
             answer = turn["role"] == "assistant"
             if (answer and not answers) or not turn["content"].strip():
                 continue
-            if _end_of_content(text, 0, turn["content"]) is None:
+            if end_of_content(text, 0, turn["content"]) is None:
                 if answer:
                     raise _nothing_of(row, i)
                 self.unwritten += 1
@@ -244,7 +301,7 @@ class Conversations:
 
     def _note_shortened(self, row: DatasetRow, content: str, written: str) -> None:
         """Count an answer that lacks words: templates leave out what was thought."""
-        if content.strip() not in written and _words(content) - _words(written) - {"think"}:
+        if content.strip() not in written and words(content) - words(written) - {"think"}:
             self.shortened += 1
             self.first_shortened = self.first_shortened or row.where
 
@@ -259,8 +316,8 @@ class Conversations:
             other: that has turns behind it.
             said: where the content of the turn ends in `answered`.
         """
-        end = _shared(answered, other)
-        while (whole := self._outside(answered, self._outside(other, end))) != end:
+        end = shared(answered, other)
+        while (whole := outside(answered, outside(other, end, self._tokens), self._tokens)) != end:
             end = whole
         if end < said:
             return None
@@ -286,16 +343,6 @@ class Conversations:
             self.unlike_before = self.unlike_before or "ends of earlier turns are learnt"
         return length
 
-    def _outside(self, text: str, at: int) -> int:
-        """Return the place in a text, or the begin of the token or word that it would cut."""
-        for token in self._tokens:
-            begin = text.find(token, max(0, at - len(token) + 1), at + len(token) - 1)
-            if 0 <= begin < at:
-                return begin
-        while 0 < at < len(text) and text[at - 1].isalnum() and text[at].isalnum():
-            at -= 1
-        return at
-
     def _end_of_last(
         self, row: DatasetRow, turns: tuple[Fields, ...], whole: str, said: int
     ) -> int:
@@ -303,7 +350,10 @@ class Conversations:
         if self._goes_on:
             return len(whole)
         longer = whole
-        for turn in (turns[-2], *(each for each in turns if each["role"] == "user")):
+        others = [each for each in turns if each["role"] == "user"]
+        if turns[-2]["role"] != "assistant":
+            others.insert(0, turns[-2])
+        for turn in others:
             with suppress(UserError):  # the template wants another turn there
                 longer = self._text(row, (*turns, turn))
             if longer != whole:  # else it writes nothing of such a turn
@@ -316,14 +366,17 @@ class Conversations:
             return len(whole)
         self._goes_on = False
         end = self._end_of_turn(whole, longer, said)
-        if end is None or any(stop in whole[end:] for stop in self._stops):
+        if end is None:
+            return len(whole)
+        ended = any(stop in whole[said:end] for stop in self._stops)
+        if not ended and any(stop in whole[end:] for stop in self._stops):
             return len(whole)
         if end < len(whole):
             self.unlike_before = self.unlike_before or "what follows the last answer is not learnt"
         return end
 
     def _text(self, row: DatasetRow, turns: tuple[Fields, ...], *, prompt: bool = False) -> str:
-        with bounded(row), rendering(row), self._of_the_job(row):
+        with bounded(row), rendering(row, self._template(row)), self._of_the_job(row):
             text = self._tokenizer.apply_chat_template(
                 list(turns),
                 tools=row.tools,
@@ -361,16 +414,6 @@ class Conversations:
         return made
 
 
-def _tokens_of(tokenizer: Any) -> set[str]:  # noqa: ANN401
-    """Return the texts that a tokenizer takes for one token wherever they stand."""
-    added = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
-    return {token for token in added | set(tokenizer.all_special_tokens) if len(token) > 1}
-
-
-def _words(text: str) -> set[str]:
-    return set(re.findall(r"\w+", text))
-
-
 def _nothing_of(row: DatasetRow, place: int) -> UserError:
     return bad_row(
         row.where,
@@ -378,37 +421,6 @@ def _nothing_of(row: DatasetRow, place: int) -> UserError:
         "Use a template that takes `content` as text, or render the rows yourself and set "
         "spec.dataset.format to completion.",
     )
-
-
-def _end_of_content(text: str, begin: int, content: str) -> int | None:
-    """Return where a turn's content ends in a text; None: nothing of it is there.
-
-    A template may leave blanks out, or what was thought: then its last word tells.
-    """
-    whole = content.strip()
-    if (at := text.find(whole, begin)) >= 0:
-        return at + len(whole)
-    words = re.findall(r"\w+", whole)
-    if not words:
-        return len(text)
-    at = text.rfind(words[-1], begin)
-    return at + len(words[-1]) if at >= 0 else None
-
-
-def _shared(one: str, other: str) -> int:
-    """Return how many characters two texts begin with alike."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        at = (low + high + 1) // 2
-        low, high = (at, high) if one.startswith(other[:at]) else (low, at - 1)
-    return low
-
-
-def _difference(asked: str, written: str) -> str:
-    """Show what a template asks by and does not write."""
-    differs = asked[_shared(asked, written) :]
-    shown = differs if len(differs) <= _SHOWN else f"{differs[:_SHOWN]}..."
-    return f" (it asks by {shown!r}, and writes something else there)"
 
 
 def _fields_of(row: DatasetRow) -> set[str]:

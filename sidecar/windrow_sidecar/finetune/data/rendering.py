@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ from windrow_sidecar.finetune.data import row_limit
 
 # Of one row; templates of real models take milliseconds for the longest.
 _RENDER_CPU_S = 10.0
+_TOOLS = re.compile(r"\btools\b")
 
 
 @contextmanager
@@ -46,7 +48,7 @@ def sized(text: str, row: DatasetRow) -> str:
 
 
 @contextmanager
-def rendering(row: DatasetRow) -> Iterator[None]:
+def rendering(row: DatasetRow, template: str) -> Iterator[None]:
     """Hold while a template renders a row; it is a program, and the row what it may fail over.
 
     Raises:
@@ -78,5 +80,7 @@ def rendering(row: DatasetRow) -> Iterator[None]:
         raise bad_row(
             row.where,
             f"the model's chat template refuses the turns: {error}",
-            "Write the turns, and their order, as the template wants them.",
+            "Give each row its `tools`: the template reads them in every row."
+            if not row.tools and "NoneType" in str(error) and _TOOLS.search(template)
+            else "Write the turns, and their order, as the template wants them.",
         ) from error

@@ -162,6 +162,12 @@ class RowTokenizer:
                 "asks for them otherwise than it writes them (first in "
                 f"{self._conversations.first_unasked})"
             )
+        if self._conversations.unlike_asked:
+            yield (
+                f"{self._conversations.unlike_asked} answers are learnt as the model's chat "
+                "template marks them, and servers ask for them otherwise (first in "
+                f"{self._conversations.first_unlike_asked})"
+            )
         if self._conversations.dates:
             dates = ", ".join(sorted(self._conversations.dates)[:_NAMED])
             yield (
