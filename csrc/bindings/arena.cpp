@@ -60,6 +60,20 @@ void bind_table(nb::class_<Arena>& arena) {
           "reclaim", [](Arena& self, std::int64_t owner) { return self.table().reclaim(owner); },
           nb::arg("owner"))
       .def(
+          "take_kv_chunk",
+          [](Arena& self, std::int64_t chunk) { self.table().take_kv_chunk(chunk); },
+          nb::arg("chunk"))
+      .def(
+          "lend_chunk",
+          [](Arena& self, std::int64_t chunk, std::int64_t owner) {
+            self.table().lend_chunk(chunk, owner);
+          },
+          nb::arg("chunk"), nb::kw_only(), nb::arg("owner"))
+      .def(
+          "revoke_chunk",
+          [](Arena& self, std::int64_t chunk) { return self.table().revoke_chunk(chunk); },
+          nb::arg("chunk"))
+      .def(
           "held",
           [](Arena& self, std::int64_t owner) {
             return self.table().held_in(ChunkState::kLent, owner);

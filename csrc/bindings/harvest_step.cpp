@@ -74,7 +74,7 @@ class HookSurroundings : public StepSurroundings {
 };
 
 // An arena and its page, in real time.
-class ArenaSurroundings final : public HookSurroundings {
+class ArenaSurroundings : public HookSurroundings {
  public:
   explicit ArenaSurroundings(nb::object arena)
       : object_(std::move(arena)), arena_(nb::cast<Arena&>(object_)), page_(arena_.page()) {}
@@ -108,13 +108,70 @@ class ArenaSurroundings final : public HookSurroundings {
   std::shared_ptr<SharedPage> page_;
 };
 
+// Chunks of an object of Python with an arena's calls.
+class PythonChunks {
+ public:
+  explicit PythonChunks(nb::object object) : object_(std::move(object)) {}
+
+  Counts counts() {
+    const auto found = nb::cast<nb::tuple>(object_.attr("counts")());
+    Counts counts{};
+    for (std::size_t i = 0; i < counts.size(); ++i) {
+      counts[i] = nb::cast<std::int64_t>(found[i]);
+    }
+    return counts;
+  }
+  std::int64_t set_reserve(std::int64_t chunks) {
+    return nb::cast<std::int64_t>(object_.attr("set_reserve")(chunks));
+  }
+  std::int64_t lend(std::int64_t chunks, std::int64_t owner) {
+    return static_cast<std::int64_t>(
+        nb::len(object_.attr("lend")(chunks, nb::arg("owner") = owner)));
+  }
+  std::int64_t revoke(std::int64_t chunks) {
+    return static_cast<std::int64_t>(nb::len(object_.attr("revoke")(chunks)));
+  }
+  std::int64_t reclaim(std::int64_t owner) {
+    return nb::cast<std::int64_t>(object_.attr("reclaim")(owner));
+  }
+  bool has_peers() { return nb::len(object_.attr("peers")()) > 0; }
+  [[nodiscard]] const nb::object& object() const { return object_; }
+
+ private:
+  nb::object object_;
+};
+
+// An arena and its page in real time, whose chunks a group of ranks lends: what becomes of them is
+// decided by an object of Python, since every rank has to do the same.
+class GroupSurroundings final : public ArenaSurroundings {
+ public:
+  GroupSurroundings(nb::object arena, nb::object chunks)
+      : ArenaSurroundings(std::move(arena)), chunks_(std::move(chunks)) {}
+
+  Counts counts() override { return chunks_.counts(); }
+  std::int64_t set_reserve(std::int64_t chunks) override { return chunks_.set_reserve(chunks); }
+  std::int64_t lend(std::int64_t chunks, std::int64_t owner) override {
+    return chunks_.lend(chunks, owner);
+  }
+  std::int64_t revoke(std::int64_t chunks) override { return chunks_.revoke(chunks); }
+  std::int64_t reclaim(std::int64_t owner) override { return chunks_.reclaim(owner); }
+  bool has_peers() override { return chunks_.has_peers(); }
+  int traverse(visitproc visit, void* arg) override {
+    Py_VISIT(chunks_.object().ptr());
+    return ArenaSurroundings::traverse(visit, arg);
+  }
+
+ private:
+  PythonChunks chunks_;
+};
+
 // Objects of Python with an arena's methods and a clock of their own, as a simulation has them.
 // Nobody there reads a view or falls silent.
 class SimulatedSurroundings final : public HookSurroundings {
  public:
   SimulatedSurroundings(nb::object arena, nb::object clock, nb::object grant_type)
-      : arena_(std::move(arena)),
-        page_(arena_.attr("page")),
+      : page_(arena.attr("page")),
+        chunks_(std::move(arena)),
         clock_(std::move(clock)),
         grant_type_(std::move(grant_type)) {}
 
@@ -128,57 +185,47 @@ class SimulatedSurroundings final : public HookSurroundings {
     return record_of<Offer>(nb::cast<nb::tuple>(page_.attr("read_offer")()));
   }
   std::int64_t worker_age_ns() override { return 0; }
-  Counts counts() override {
-    const auto found = nb::cast<nb::tuple>(arena_.attr("counts")());
-    Counts counts{};
-    for (std::size_t i = 0; i < counts.size(); ++i) {
-      counts[i] = nb::cast<std::int64_t>(found[i]);
-    }
-    return counts;
-  }
-  std::int64_t set_reserve(std::int64_t chunks) override {
-    return nb::cast<std::int64_t>(arena_.attr("set_reserve")(chunks));
-  }
+  Counts counts() override { return chunks_.counts(); }
+  std::int64_t set_reserve(std::int64_t chunks) override { return chunks_.set_reserve(chunks); }
   std::int64_t lend(std::int64_t chunks, std::int64_t owner) override {
-    return static_cast<std::int64_t>(
-        nb::len(arena_.attr("lend")(chunks, nb::arg("owner") = owner)));
+    return chunks_.lend(chunks, owner);
   }
-  std::int64_t revoke(std::int64_t chunks) override {
-    return static_cast<std::int64_t>(nb::len(arena_.attr("revoke")(chunks)));
-  }
-  std::int64_t reclaim(std::int64_t owner) override {
-    return nb::cast<std::int64_t>(arena_.attr("reclaim")(owner));
-  }
-  bool has_peers() override { return nb::len(arena_.attr("peers")()) > 0; }
+  std::int64_t revoke(std::int64_t chunks) override { return chunks_.revoke(chunks); }
+  std::int64_t reclaim(std::int64_t owner) override { return chunks_.reclaim(owner); }
+  bool has_peers() override { return chunks_.has_peers(); }
   int traverse(visitproc visit, void* arg) override {
-    Py_VISIT(arena_.ptr());
+    Py_VISIT(chunks_.object().ptr());
     Py_VISIT(page_.ptr());
     Py_VISIT(clock_.ptr());
     return 0;
   }
 
  private:
-  nb::object arena_;
   nb::object page_;
+  PythonChunks chunks_;
   nb::object clock_;
   nb::object grant_type_;
 };
 
 std::unique_ptr<HookSurroundings> surroundings_of(nb::object arena, nb::object clock,
-                                                  const nb::object& grant_type) {
-  if (clock.is_none()) {
+                                                  nb::object chunks, const nb::object& grant_type) {
+  if (clock.is_none() && chunks.is_none()) {
     return std::make_unique<ArenaSurroundings>(std::move(arena));
+  }
+  if (clock.is_none()) {
+    return std::make_unique<GroupSurroundings>(std::move(arena), std::move(chunks));
   }
   return std::make_unique<SimulatedSurroundings>(std::move(arena), std::move(clock), grant_type);
 }
 
 class BoundStep {
  public:
-  BoundStep(nb::object arena, nb::object clock, nb::object decider, const StepSettings& settings,
-            std::int64_t units, std::int64_t pause_epoch)
+  BoundStep(nb::object arena, nb::object clock, nb::object group, nb::object decider,
+            const StepSettings& settings, std::int64_t units, std::int64_t pause_epoch)
       : decider_object_(std::move(decider)),
         decider_(nb::cast<BoundDecider&>(decider_object_)),
-        around_(surroundings_of(std::move(arena), std::move(clock), decider_.grant_type())),
+        around_(surroundings_of(std::move(arena), std::move(clock), std::move(group),
+                                decider_.grant_type())),
         step_(*around_, decider_.decider(), settings,
               {.decode_units = units, .pause_epoch = pause_epoch}) {
     show(step_.grant());
@@ -248,10 +295,10 @@ PyType_Slot step_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_s
                             {Py_tp_clear, reinterpret_cast<void*>(&clear_step)},
                             {0, nullptr}};
 
-void make_step(BoundStep* self, nb::object arena, nb::object clock, nb::object decider,
-               std::int64_t units, std::int64_t pause_epoch, std::int64_t chunks,
-               std::int64_t chunk_bytes, std::int64_t slots_per_chunk, std::int64_t max_batch,
-               double drain_us, bool reserve_prompts, bool keeps_reserve,
+void make_step(BoundStep* self, nb::object arena, nb::object clock, nb::object group,
+               nb::object decider, std::int64_t units, std::int64_t pause_epoch,
+               std::int64_t chunks, std::int64_t chunk_bytes, std::int64_t slots_per_chunk,
+               std::int64_t max_batch, double drain_us, bool reserve_prompts, bool keeps_reserve,
                std::int64_t admission_window_ns, std::int64_t worker_stale_ns,
                std::int64_t regrant_ns, std::int64_t steady_ns, std::int64_t lending_every_ns,
                bool keeps_decisions) {
@@ -268,8 +315,8 @@ void make_step(BoundStep* self, nb::object arena, nb::object clock, nb::object d
                               .chunk_bytes = chunk_bytes,
                               .slots_per_chunk = slots_per_chunk,
                               .keeps_decisions = keeps_decisions};
-  new (self) BoundStep(std::move(arena), std::move(clock), std::move(decider), settings, units,
-                       pause_epoch);
+  new (self) BoundStep(std::move(arena), std::move(clock), std::move(group), std::move(decider),
+                       settings, units, pause_epoch);
 }
 
 nb::object kept_tuple(BoundStep& self, const KeptEntry& entry) {
@@ -321,11 +368,12 @@ void bind_harvest_step(nb::module_& module) {
   nb::class_<BoundStep>(module, "HarvestStep", nb::type_slots(step_slots),
                         "All that decode pays for before a step; see engines/harvest/hook.py.")
       .def("__init__", &make_step, nb::arg("arena"), nb::kw_only(), nb::arg("clock").none(),
-           nb::arg("decider"), nb::arg("units"), nb::arg("pause_epoch"), nb::arg("chunks"),
-           nb::arg("chunk_bytes"), nb::arg("slots_per_chunk"), nb::arg("max_batch"),
-           nb::arg("drain_us"), nb::arg("reserve_prompts"), nb::arg("keeps_reserve"),
-           nb::arg("admission_window_ns"), nb::arg("worker_stale_ns"), nb::arg("regrant_ns"),
-           nb::arg("steady_ns"), nb::arg("lending_every_ns"), nb::arg("keeps_decisions"))
+           nb::arg("group").none(), nb::arg("decider"), nb::arg("units"), nb::arg("pause_epoch"),
+           nb::arg("chunks"), nb::arg("chunk_bytes"), nb::arg("slots_per_chunk"),
+           nb::arg("max_batch"), nb::arg("drain_us"), nb::arg("reserve_prompts"),
+           nb::arg("keeps_reserve"), nb::arg("admission_window_ns"), nb::arg("worker_stale_ns"),
+           nb::arg("regrant_ns"), nb::arg("steady_ns"), nb::arg("lending_every_ns"),
+           nb::arg("keeps_decisions"))
       .def("before_step",
            [](nb::handle_t<BoundStep> self, const nb::tuple& facts) {
              return nb::inst_ptr<BoundStep>(self)->before_step(self, facts);

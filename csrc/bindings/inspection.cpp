@@ -19,6 +19,11 @@ std::vector<ChunkInfo> chunks_of(const Inspection& inspection) {
   return chunks;
 }
 
+nb::bytes states_of(const Inspection& inspection) {
+  const auto states = inspection.table().states();
+  return nb::bytes(reinterpret_cast<const char*>(states.data()), states.size());
+}
+
 }  // namespace
 
 void bind_inspection(nb::module_& module) {
@@ -35,6 +40,19 @@ void bind_inspection(nb::module_& module) {
       .def("owner_lives", &Inspection::owner_lives)
       .def("counts", [](const Inspection& self) { return counts_tuple(self.table().counts()); })
       .def("chunks", &chunks_of)
+      .def("states", &states_of)
+      .def(
+          "held",
+          [](const Inspection& self, std::int64_t owner) {
+            return self.table().held_in(ChunkState::kLent, owner);
+          },
+          nb::arg("owner"))
+      .def(
+          "draining",
+          [](const Inspection& self, std::int64_t owner) {
+            return self.table().held_in(ChunkState::kDraining, owner);
+          },
+          nb::arg("owner"))
       .def("job_epoch", [](const Inspection& self) { return self.page().read_offer().job_epoch; })
       .def(
           "heartbeat_age_ns",

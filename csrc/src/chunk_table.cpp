@@ -183,6 +183,33 @@ std::int64_t ChunkTable::reclaim(std::int64_t owner) {
   return reclaimed;
 }
 
+void ChunkTable::take_kv_chunk(std::int64_t chunk) {
+  require_owner("take_kv_chunk");
+  require_id(chunk);
+  const ChunkWord seen = load(chunk);
+  if (!swap(chunk, seen, ChunkState::kKv, 0)) {
+    throw OwnershipError(describe(chunk, load(chunk)) + " and was free a moment ago; two threads?");
+  }
+}
+
+void ChunkTable::lend_chunk(std::int64_t chunk, std::int64_t owner) {
+  require_owner("lend_chunk");
+  require_id(chunk);
+  const std::uint32_t borrower = require_borrower(owner);
+  const ChunkWord seen = load(chunk);
+  if (!swap(chunk, seen, ChunkState::kLent, borrower)) {
+    throw OwnershipError(describe(chunk, load(chunk)) + " and was FREE a moment ago; two threads?");
+  }
+}
+
+bool ChunkTable::revoke_chunk(std::int64_t chunk) {
+  require_owner("revoke_chunk");
+  require_id(chunk);
+  const ChunkWord seen = load(chunk);
+  // A swap that fails was overtaken by the peer's give_back: the chunk is home already.
+  return seen.state == ChunkState::kLent && swap(chunk, seen, ChunkState::kDraining, seen.owner);
+}
+
 std::vector<std::int64_t> ChunkTable::held_in(ChunkState state, std::int64_t owner) const {
   const std::uint32_t borrower = require_borrower(owner);
   std::vector<std::int64_t> held;

@@ -7,6 +7,7 @@ one thread at a time; the table and the page are shared with other processes and
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from windrow_sidecar.engines.harvest.group_chunks import GroupChunks
 from windrow_sidecar.engines.hook import StepInput
 from windrow_sidecar.qos.view import Grant, Offer, View
 
@@ -232,6 +233,13 @@ class Arena:
         """Up to that many LENT chunks -> DRAINING, the lowest ids first. The peer gives them back."""
     def reclaim(self, owner: int) -> int:
         """All of a dead or fenced borrower's chunks -> RESERVED or FREE. Returns how many."""
+    # The same by id, for ranks that have agreed on which chunk moves:
+    def take_kv_chunk(self, chunk: int) -> None:
+        """FREE or RESERVED -> KV. Raises OwnershipError where it is neither."""
+    def lend_chunk(self, chunk: int, *, owner: int) -> None:
+        """FREE -> LENT. Raises OwnershipError where it is not FREE."""
+    def revoke_chunk(self, chunk: int) -> bool:
+        """LENT -> DRAINING. False where it is not LENT: nobody has to give it back."""
     # Peer (worker):
     def held(self, owner: int) -> list[int]:
         """Chunks LENT to that owner, ascending."""
@@ -275,6 +283,11 @@ class Inspection:
     def counts(self) -> tuple[int, int, int, int, int]:
         """Chunks by state, in the order FREE, KV, LENT, RESERVED, DRAINING."""
     def chunks(self) -> list[ChunkInfo]: ...
+    def states(self) -> bytes:
+        """One byte a chunk, as `Arena.states`."""
+    def held(self, owner: int) -> list[int]:
+        """Chunks LENT to that owner, ascending."""
+    def draining(self, owner: int) -> list[int]: ...
     def job_epoch(self) -> int:
         """Of the worker that offered last; 0: none."""
     def heartbeat_age_ns(self, writer: int) -> int: ...
@@ -507,7 +520,8 @@ class Decider:
 class HarvestStep:
     """All that decode pays for before a step; `engines.harvest.HarvestHook` is made of it.
 
-    Where `clock` is given, arena and page are Python's, as a simulation has them.
+    Where `clock` is given, arena and page are Python's, as a simulation has them. Where `group` is
+    given, it is asked in place of the arena what is lent (`engines.harvest.group_chunks`).
     """
 
     def __init__(
@@ -515,6 +529,7 @@ class HarvestStep:
         arena: Arena,
         *,
         clock: Callable[[], int] | None,
+        group: GroupChunks | None,
         decider: Decider,
         units: int,
         pause_epoch: int,

@@ -71,6 +71,11 @@ class ChunkTable {
   std::vector<std::int64_t> lend(std::int64_t chunks, std::int64_t owner);
   std::vector<std::int64_t> revoke(std::int64_t chunks);
   std::int64_t reclaim(std::int64_t owner);
+  // The same by id, for ranks that have agreed on which chunk moves. What is not FREE (or RESERVED,
+  // for KV) throws OwnershipError.
+  void take_kv_chunk(std::int64_t chunk);
+  void lend_chunk(std::int64_t chunk, std::int64_t owner);
+  bool revoke_chunk(std::int64_t chunk);  // false: it is not LENT, so nobody has to give it back
 
   // Peer.
   [[nodiscard]] std::vector<std::int64_t> held_in(ChunkState state, std::int64_t owner) const;

@@ -17,6 +17,7 @@ from windrow.rundir import RunDir
 from windrow_sidecar._core import Arena
 from windrow_sidecar.engines.device import EngineDevice
 from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook, HarvestSettings
+from windrow_sidecar.engines.harvest.group_chunks import GroupChunks
 from windrow_sidecar.engines.harvest.link import Profile
 from windrow_sidecar.engines.hook import FailClosed
 from windrow_sidecar.engines.profile import Subject
@@ -52,6 +53,7 @@ def open_harvest(
     *,
     profile: Mapping[str, Any] | None,
     log: EventLog | None,
+    group: GroupChunks | None = None,
     on_failure: Callable[[str], None] = lambda reason: None,
 ) -> RunningHarvest:
     """Build hook and link, open the arena to a worker, and dial the agent.
@@ -67,12 +69,13 @@ def open_harvest(
         settings: of the hook.
         profile: a latency profile; None while there is none.
         log: of events; None: nothing is logged.
+        group: lends the chunks of all ranks of the engine; None: the arena lends its own.
         on_failure: is called with the reason, once, when the hook has switched itself off.
 
     Raises:
         Exception: of any kind; the engine then serves alone.
     """
-    inner = HarvestHook(arena, device.splits, profile, settings, log=log)
+    inner = HarvestHook(arena, device.splits, profile, settings, log=log, group=group)
     hook = FailClosed(inner, on_failure=on_failure)
     reported = Profile(subject.key, json.dumps(profile)) if profile else None
     link = EngineAgentLink(run_dir.agent_socket, hello, inner, reported)

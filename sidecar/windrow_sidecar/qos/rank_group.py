@@ -3,8 +3,9 @@
 Rank 0 of decode decides from the pages of all ranks, and its decision travels in the engine's own
 broadcast, so that every rank applies it in the same iteration. Rank 0 of the worker publishes a
 ticket, the number of tasklets that may be started, which all ranks of the worker follow. Nothing
-here waits: decode goes on whatever a worker does (docs/design/0025). Pure functions for a
-group that lends: the engines over ranks share time and compute only, and do not call them yet.
+here waits: decode goes on whatever a worker does (docs/design/0025). Pure functions. The built-in
+engine lends by them (`engines.harvest.group_chunks`); its worker's ranks follow a message for each
+tasklet, not yet the ticket.
 """
 
 from __future__ import annotations
@@ -43,12 +44,16 @@ class GroupWish:
     Attributes:
         units: of each device for the worker; 0: it pauses.
         lend: chunks that are free.
+        owner: the job epoch that they are lent to.
         revoke: chunks that are wanted back.
+        reclaim: the job epoch of a worker that is dead, which gives nothing back; 0: none.
     """
 
     units: int = 0
     lend: frozenset[int] = NONE
+    owner: int = 0
     revoke: frozenset[int] = NONE
+    reclaim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,11 @@ class GroupDecision:
         units: of each device for the worker; 0: it pauses.
         epoch: the pause epoch; a rank's worker needs one that is at least the rank's own.
         lend: chunks that each rank takes from its allocator and lends.
+        owner: the job epoch that they are lent to.
         revoke: chunks that each rank asks its worker for.
         hand_back: chunks that have drained on all ranks: each allocator gets them.
+        reclaim: the job epoch of a dead worker: each rank takes back what its own process had, once
+            that has gone; 0: none.
         off: why harvesting is off for the group; "": it is on.
     """
 
@@ -69,9 +77,16 @@ class GroupDecision:
     units: int
     epoch: int
     lend: frozenset[int] = NONE
+    owner: int = 0
     revoke: frozenset[int] = NONE
     hand_back: frozenset[int] = NONE
+    reclaim: int = 0
     off: str = ""
+
+    @property
+    def moves(self) -> bool:
+        """True where a chunk moves, or may."""
+        return bool(self.lend or self.revoke or self.hand_back or self.reclaim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +98,8 @@ class GroupLending:
         epoch: the pause epoch.
         lent: chunks that no allocator has.
         asked_back: those of them that have been revoked and not been handed back.
+        dead: those of them that a dead worker had.
+        dead_owner: its job epoch.
         off: why harvesting is off; it stays off until the group is made again.
     """
 
@@ -90,6 +107,8 @@ class GroupLending:
     epoch: int = 1
     lent: frozenset[int] = NONE
     asked_back: frozenset[int] = NONE
+    dead: frozenset[int] = NONE
+    dead_owner: int = 0
     off: str = ""
 
 
@@ -104,7 +123,8 @@ def decide(
     """Return the group's next state and what its ranks have to do.
 
     A rank that could not apply something turns harvesting off on all. While a worker is missing
-    nothing is lent or granted, and what is lent is asked back.
+    nothing is lent or granted, and what is lent is asked back. Nor is anything lent until all of a
+    dead worker's chunks are back.
 
     Args:
         state: after the last decision.
@@ -117,18 +137,28 @@ def decide(
     # Of a chunk that one rank's worker still uses no rank's allocator may have the pages.
     hand_back = state.asked_back.intersection(*(page.drained for page in pages))
     lent = state.lent - hand_back
-    lend = wish.lend - state.lent if works else NONE
+    dead = (state.lent if wish.reclaim else state.dead) - hand_back
+    dead_owner = (wish.reclaim or state.dead_owner) if dead else 0
+    lend = wish.lend - state.lent if works and not dead else NONE
     asked_before = state.asked_back - hand_back
-    revoke = ((wish.revoke & lent) if works else lent) - asked_before
+    revoke = (((wish.revoke | dead) & lent) if works else lent) - asked_before
     # A rank that has tightened alone is heard: the grant that loosens it is newer than its pause.
     epoch = max(state.epoch, *(page.own_epoch for page in pages))
     if off and not state.off:
         epoch += 1
     number = state.number + 1
     decision = GroupDecision(
-        number, wish.units if works else 0, epoch, lend, revoke, hand_back, off
+        number,
+        wish.units if works else 0,
+        epoch,
+        lend,
+        wish.owner if lend else 0,
+        revoke,
+        hand_back,
+        dead_owner,
+        off,
     )
-    after = GroupLending(number, epoch, lent | lend, asked_before | revoke, off)
+    after = GroupLending(number, epoch, lent | lend, asked_before | revoke, dead, dead_owner, off)
     return after, decision
 
 

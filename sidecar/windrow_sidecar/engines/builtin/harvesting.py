@@ -17,6 +17,7 @@ from windrow_sidecar._core import Arena
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.device import EngineDevice
 from windrow_sidecar.engines.harvest import HarvestSettings
+from windrow_sidecar.engines.harvest.group_chunks import GroupChunks
 from windrow_sidecar.engines.hello import engine_hello
 from windrow_sidecar.engines.opening import RunningHarvest, open_harvest
 from windrow_sidecar.engines.profile import Subject
@@ -31,8 +32,12 @@ def start(
     subject: Subject,
     profile: Mapping[str, Any] | None,
     log: EventLog | None,
+    group: GroupChunks | None = None,
 ) -> RunningHarvest:
-    """Build hook and link, and open the arena to the worker. Whatever it raises: serve alone."""
+    """Build hook and link, and open the arena to the worker. Whatever it raises: serve alone.
+
+    `group`: lends the chunks of all ranks, where the model is cut; None: the arena lends its own.
+    """
     harvest = HarvestSettings(
         max_batch=settings.max_running,
         run_dir=run_dir,
@@ -40,7 +45,6 @@ def start(
         predictor=settings.harvest_predictor,
         without=settings.harvest_without,
         in_turns=settings.in_engine,
-        lends=settings.ranks == 1,
     )
     if harvest.without:
         _mark(log, "unprotected", ", ".join(sorted(harvest.without)))
@@ -61,6 +65,7 @@ def start(
         harvest,
         profile=profile,
         log=log,
+        group=group,
         on_failure=lambda reason: _mark(log, "harvest-off", reason),
     )
 

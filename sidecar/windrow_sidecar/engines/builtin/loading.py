@@ -38,6 +38,7 @@ from windrow_sidecar.engines.builtin.streamed import StreamedWeights, stream_wei
 from windrow_sidecar.engines.confined import GraphShares
 from windrow_sidecar.engines.device import EngineDevice, require_room
 from windrow_sidecar.engines.hook import FailClosed, NullHook
+from windrow_sidecar.engines.rank_chunks import RankChunks
 from windrow_sidecar.engines.weight_files import SERVED_FIELD, unread_note
 from windrow_sidecar.memory.geometry import KvShape, geometry_for
 
@@ -75,7 +76,8 @@ def make_arena(settings: EngineSettings, config: LlamaConfig, device: EngineDevi
         )
     weights_bytes = settings.weights_budget_bytes or plan_layout(config, dtype).n_bytes
     require_room(device, geometry.arena_bytes, weights_bytes)
-    reserved = 1 if settings.run_dir else 0
+    # Over ranks rank 0 keeps the reserve in its account: what ranks may take has to be the same.
+    reserved = 1 if settings.run_dir and settings.ranks == 1 else 0
     try:
         return Arena.create(geometry, reserved_chunks=reserved, driver=device.driver)
     except GeometryError as error:
@@ -129,7 +131,8 @@ def load(
         max_tokens=max_context,
         heads=shard.kv_heads if shard is not None else None,
     )
-    pool = PagePool(arena, pages_per_chunk=cache.pages_per_chunk)
+    chunks = arena if shard is None else RankChunks(arena)
+    pool = PagePool(chunks, pages_per_chunk=cache.pages_per_chunk)
     if shard is None:
         holds = streamed.layers.step if streamed is not None else None
         model = LlamaModel(config, layout, storage, cache, holds)
@@ -145,7 +148,7 @@ def load(
         model=model,
         decoder=make_decoder(settings, model, device.units, _graph_shares(device)),
         cache=cache,
-        arena=arena,
+        arena=chunks,
         partition=device.partition,
         hook=FailClosed(NullHook()),
         log=log,

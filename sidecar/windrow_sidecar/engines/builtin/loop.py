@@ -29,6 +29,7 @@ from windrow_sidecar.engines.builtin.turns import IterationTurn, Ride, Turns
 from windrow_sidecar.engines.builtin.web.channel import SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Finished, Submit
 from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
+from windrow_sidecar.engines.harvest.group_chunks import GroupChunks
 from windrow_sidecar.engines.hook import (
     LONGEST_GAP_NS,
     FailClosed,
@@ -38,6 +39,7 @@ from windrow_sidecar.engines.hook import (
 )
 from windrow_sidecar.qos.deferred_passes import DeferredPasses
 from windrow_sidecar.qos.hybrid_tokens import plan_iteration
+from windrow_sidecar.qos.rank_group import GroupDecision
 from windrow_sidecar.qos.view import Grant, Phase
 
 _log = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ class LoopParts:
     streamed: StreamedWeights | None = None  # layers that memory does not hold; None: it holds all
     deferred: DeferredPasses | None = None  # which of their passes carry a finetune batch
     others: RankLeader | None = None  # ranks that compute with this one; None: there are none
+    lending: GroupChunks | None = None  # over those ranks; None: nothing is lent over ranks
 
 
 class DecodeLoop:
@@ -241,9 +244,23 @@ class DecodeLoop:
 
         One that could not move to its units ends harvesting: the next pass has all of them again.
         """
-        others.tell(admits=admits, units=decision.decode_units or self._parts.units)
+        moves = self._move_chunks(others)
+        units = decision.decode_units or self._parts.units
+        others.tell(admits=admits, units=units, moves=moves)
         if others.refused:
             self._parts.hook.give_up(InvariantBroken(others.refused))
+
+    def _move_chunks(self, others: RankLeader) -> GroupDecision | None:
+        """Return the chunks that move on every rank in this pass; on this one they have."""
+        hook, lending = self._parts.hook, self._parts.lending
+        if lending is None:
+            return None
+        if lending.waits:
+            others.listen()
+        moves = lending.decide(harvests=not hook.failed)
+        if lending.off:
+            hook.give_up(InvariantBroken(lending.off))
+        return moves
 
     def _wait_for_turn(
         self, decision: Grant, start_ns: int, batch: list[EngineRequest]
@@ -390,7 +407,11 @@ class DecodeLoop:
         self._outbox.flush()
         if parts.others is not None:
             parts.others.listen()  # one that has ended is not found out by a request
-        self._hold_until_ns = parts.hook.idle(parts.clock_ns()).hold_admission_until_ns
+        decision = parts.hook.idle(parts.clock_ns())
+        self._hold_until_ns = decision.hold_admission_until_ns
+        if parts.others is not None and (moves := self._move_chunks(parts.others)) is not None:
+            units = decision.decode_units or parts.units
+            parts.others.tell(admits=False, units=units, moves=moves)
         if not self._collected:
             self._tidy()
         self._wait(IDLE_WAIT_S)

@@ -32,7 +32,7 @@ from windrow_sidecar.engines.builtin.loading import dtype_of, load, make_arena
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, LoopParts
 from windrow_sidecar.engines.builtin.profiler import Bounds, Profiler, ProfileStore
 from windrow_sidecar.engines.builtin.ranks.group import RankEnded, RankLeader
-from windrow_sidecar.engines.builtin.ranks.serving import start_ranks, threads_of
+from windrow_sidecar.engines.builtin.ranks.serving import group_chunks, start_ranks, threads_of
 from windrow_sidecar.engines.builtin.ranks.shard import EngineShard
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
@@ -45,8 +45,10 @@ from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
 from windrow_sidecar.engines.claim import SlotClaim, claim_slot
 from windrow_sidecar.engines.device import EngineDevice
 from windrow_sidecar.engines.fingerprint import model_fingerprint
+from windrow_sidecar.engines.harvest.group_chunks import GroupChunks
 from windrow_sidecar.engines.logflush import LogFlusher
 from windrow_sidecar.engines.profile import Subject
+from windrow_sidecar.engines.rank_chunks import RankChunks
 from windrow_sidecar.heap import settle_heap
 from windrow_sidecar.qos.deferred_passes import DeferredPasses
 
@@ -192,9 +194,12 @@ def _run(
     )
     harvesting = None
     if settings.run_dir is not None:
-        harvesting = _start_harvesting(
+        started = _start_harvesting(
             settings, parts, arena, device, subject, max_context, config, log
         )
+        if started is not None:
+            harvesting, group = started
+            parts = replace(parts, lending=group)
     else:
         profile = _take_profile(settings, parts, arena, device, subject, max_context, config)
         if settings.profile_only is not None and profile is not None:
@@ -256,8 +261,11 @@ def _start_harvesting(
     max_context: int,
     config: LlamaConfig,
     log: EventLog | None,
-) -> RunningHarvest | None:
-    """Return the harvesting side; None, with the reason in the log, where it does not start."""
+) -> tuple[RunningHarvest, GroupChunks | None] | None:
+    """Return the harvesting side, and what lends over ranks, where the model is cut.
+
+    None, with the reason in the log, where it does not start.
+    """
     assert settings.run_dir is not None
     try:
         from windrow_sidecar.engines.builtin import harvesting
@@ -265,14 +273,22 @@ def _start_harvesting(
         profile = _take_profile(settings, parts, arena, device, subject, max_context, config)
         if profile is not None:
             harvesting.write_profile(settings.run_dir, profile)
-        return harvesting.start(
-            settings,
-            settings.run_dir,
-            arena=arena,
-            device=device,
-            subject=subject,
-            profile=profile,
-            log=log,
+        group: GroupChunks | None = None
+        if parts.others is not None:
+            assert isinstance(parts.arena, RankChunks)
+            group = group_chunks(parts.arena, parts.others, settings.run_dir, settings.ranks)
+        return (
+            harvesting.start(
+                settings,
+                settings.run_dir,
+                arena=arena,
+                device=device,
+                subject=subject,
+                profile=profile,
+                log=log,
+                group=group,
+            ),
+            group,
         )
     except Exception:  # noqa: BLE001 - serving must start without us, whatever it is
         _log.exception("harvesting is off: it did not start; decode serves alone")

@@ -10,6 +10,7 @@ from windrow.metrics import CHUNK_RETURN_BUCKETS_SECONDS
 from windrow_sidecar._core import Arena, HarvestStep
 from windrow_sidecar.engines.harvest.ablation import controller_without, predictor_without
 from windrow_sidecar.engines.harvest.decision_log import Decisions, Outcome
+from windrow_sidecar.engines.harvest.group_chunks import GroupChunks
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
 from windrow_sidecar.engines.harvest.stats import (
     BucketCounts,
@@ -42,6 +43,7 @@ class HarvestHook(HarvestStep):
         settings: sizes and times.
         clock: nanoseconds of a simulated CLOCK_MONOTONIC, where arena and page are simulated too.
         log: marks go here.
+        group: lends the chunks of all ranks of the engine; None: the arena lends its own.
 
     Attributes:
         policy: the name of the one in force, as the HarvestPolicy has it; "": none is.
@@ -56,6 +58,7 @@ class HarvestHook(HarvestStep):
         *,
         clock: Callable[[], int] | None = None,
         log: EventLog | None = None,
+        group: GroupChunks | None = None,
     ) -> None:
         self._levels, self._log = levels, log
         self._settings = settings = settings or HarvestSettings()
@@ -73,6 +76,7 @@ class HarvestHook(HarvestStep):
         super().__init__(
             arena,
             clock=clock,
+            group=group,
             decider=self.controller.decider,
             units=levels.units,
             pause_epoch=pause_epoch,

@@ -33,6 +33,8 @@ from windrow.errors import InvariantBroken, WindrowError
 from windrow_sidecar.compute.communicator import Communicator
 from windrow_sidecar.engines.builtin.scheduler import EngineRequest, Scheduler, finish_reason
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Submit
+from windrow_sidecar.engines.rank_chunks import RankChunks
+from windrow_sidecar.qos.rank_group import GroupDecision
 
 _log = logging.getLogger(__name__)
 
@@ -55,12 +57,28 @@ class Pass(NamedTuple):
         heard: requests that came and went since then, in their order.
         admits: whether waiting requests may start.
         units: of the device that decode computes on.
+        moves: chunks that are lent, asked back and handed back; None: none is.
     """
 
     tokens: list[int]
     heard: list[Submit | Cancel]
     admits: bool
     units: int
+    moves: GroupDecision | None = None
+
+
+class Said(NamedTuple):
+    """Word of another rank: that it is ready, or what it did of what was decided.
+
+    Attributes:
+        refused: why it could not move to its units; "": it could.
+        failed: why it could not lend a chunk, or KV found one that is not free; "": it could.
+        applied: number of the last decision on chunks.
+    """
+
+    refused: str = ""
+    failed: str = ""
+    applied: int = 0
 
 
 @dataclass(slots=True)
@@ -70,10 +88,12 @@ class RankLeader:
     Attributes:
         others: process and pipe of each, from rank 1 on.
         refused: why a rank could not apply what was decided; "": each could.
+        heard_of: called with a rank and what it says of chunks.
     """
 
     others: list[tuple[int, Connection]]
     refused: str = ""
+    heard_of: Callable[[int, Said], None] = lambda rank, said: None
     _heard: list[Submit | Cancel] = field(default_factory=list)
     _tokens: list[int] = field(default_factory=list)
     _status: dict[int, int] = field(default_factory=dict)
@@ -87,15 +107,15 @@ class RankLeader:
         """Note the tokens of the pass that has ended."""
         self._tokens = tokens
 
-    def tell(self, *, admits: bool, units: int) -> None:
+    def tell(self, *, admits: bool, units: int, moves: GroupDecision | None = None) -> None:
         """Have the other ranks schedule and compute the pass that begins.
 
-        `units`: of the device, for decode.
+        `units`: of the device, for decode. `moves`: chunks that are lent and come back.
 
         Raises:
             RankEnded: one has ended.
         """
-        told = Pass(self._tokens, self._heard, admits, units)
+        told = Pass(self._tokens, self._heard, admits, units, moves)
         for rank, (_, pipe) in enumerate(self.others, 1):
             try:
                 pipe.send(told)
@@ -123,7 +143,9 @@ class RankLeader:
                         said = pipe.recv()
                     except (EOFError, OSError) as error:
                         raise RankEnded(self.why_ended() or f"rank {rank} has ended") from error
-                    self.refused = self.refused or f"rank {rank}: {said}"
+                    if why := said.refused or said.failed:
+                        self.refused = self.refused or f"rank {rank}: {why}"
+                    self.heard_of(rank, said)
 
     def wait_until_ready(self) -> None:
         """Wait until every rank has read its weights, however long that takes.
@@ -271,6 +293,7 @@ class RankFollower:
         prefill: computes a part of a prompt.
         decode: computes a step of a batch.
         activate: moves this rank to so many units of the device, decode's.
+        chunks: of this rank's arena.
         prefill_tokens: of a prompt in one pass.
     """
 
@@ -281,9 +304,11 @@ class RankFollower:
         prefill: Callable[[EngineRequest, list[int]], None],
         decode: Callable[[list[EngineRequest]], object],
         activate: Callable[[int], None],
+        chunks: RankChunks,
         *,
         prefill_tokens: int,
     ) -> None:
+        self._chunks, self._said = chunks, Said()
         self._scheduler, self._fill = scheduler, fill
         self._prefill, self._decode, self._activate = prefill, decode, activate
         self._prefill_tokens = prefill_tokens
@@ -292,20 +317,32 @@ class RankFollower:
     @torch.inference_mode()
     def follow(self, pipe: Connection) -> None:
         """Say that this rank is ready; then do what rank 0 tells, until it has gone."""
-        pipe.send("ready")
+        pipe.send(self._said)
         while True:
             try:
                 told = pipe.recv()
             except (EOFError, OSError):
                 return
+            refused = ""
             try:
                 self._activate(told.units)
             except InvariantBroken as error:  # it computes where it is; rank 0 ends harvesting
-                pipe.send(str(error))
-            self.run(told)
+                refused = str(error)
+            self.run(told, lambda: self._say(pipe, refused))  # noqa: B023 - called in `run`
 
-    def run(self, told: Pass) -> None:
-        """Schedule and compute one pass, in the order of `DecodeLoop.step`."""
+    def _say(self, pipe: Connection, refused: str) -> None:
+        """Tell rank 0 what has changed of what this rank could do."""
+        lending = self._chunks.lending
+        said = Said(refused, lending.failed, lending.number)
+        if said != self._said:
+            self._said = said
+            pipe.send(said)
+
+    def run(self, told: Pass, scheduled: Callable[[], None] = lambda: None) -> None:
+        """Schedule and compute one pass, in the order of `DecodeLoop.step`.
+
+        `scheduled`: called when chunks have moved, before anything is computed.
+        """
         scheduler = self._scheduler
         for request, token in zip(self._batch, told.tokens, strict=True):
             request.tokens.append(token)
@@ -320,6 +357,9 @@ class RankFollower:
             self._fill(request)
         prefill = scheduler.next_prefill(self._prefill_tokens)
         scheduler.make_room()
+        if told.moves is not None:
+            self._chunks.apply(told.moves)
+        scheduled()
         self._batch = list(scheduler.running)
         if prefill is not None and prefill[0] in scheduler.prefilling:
             self._prefill(*prefill)

@@ -9,15 +9,19 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from windrow.rundir import RunDir
+from windrow_sidecar._core import Inspection
 from windrow_sidecar.compute.communicator import Communicator
 from windrow_sidecar.engines.builtin.device import open_device
 from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
 from windrow_sidecar.engines.builtin.loading import load, make_arena
-from windrow_sidecar.engines.builtin.ranks.group import RankFollower, RankLeader, fork_ranks
+from windrow_sidecar.engines.builtin.ranks.group import RankFollower, RankLeader, Said, fork_ranks
 from windrow_sidecar.engines.builtin.ranks.shard import EngineShard, shard_sizes
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.fingerprint import model_fingerprint
+from windrow_sidecar.engines.harvest.group_chunks import GroupChunks
+from windrow_sidecar.engines.rank_chunks import RankChunks
 from windrow_sidecar.engines.weight_files import SERVED_FIELD, read_header, weight_files
 
 _log = logging.getLogger(__name__)
@@ -66,6 +70,7 @@ def _follow(settings: EngineSettings, shard: EngineShard, pipe: Connection) -> N
     bound = context_bound(settings, shard.whole, tokens)
     fingerprint = model_fingerprint(settings.model_path) if run_dir else ""
     parts = load(settings, shard.config, device, arena, None, bound, fingerprint, shard)
+    assert isinstance(parts.arena, RankChunks)
     if run_dir is not None:  # of the weights, for the worker's rank
         with device.background_threads():
             arena.serve(str(run_dir.arena_socket()))
@@ -76,5 +81,30 @@ def _follow(settings: EngineSettings, shard: EngineShard, pipe: Connection) -> N
         lambda request, part: parts.model.prefill(part, request.kv),
         lambda batch: parts.decoder.logits(batch),
         parts.partition.activate,
+        parts.arena,
         prefill_tokens=settings.prefill_tokens,
     ).follow(pipe)
+
+
+def group_chunks(own: RankChunks, others: RankLeader, run_dir: RunDir, ranks: int) -> GroupChunks:
+    """Return the chunks of all ranks, as rank 0 lends them.
+
+    Args:
+        own: of rank 0.
+        others: what its ranks say of chunks is taken from here on.
+        run_dir: of the slot, where each rank serves its arena.
+        ranks: of the engine.
+
+    Raises:
+        AttachError: the arena of a rank cannot be looked at.
+    """
+    tables = [
+        Inspection.open(str(run_dir.of_rank(rank).arena_socket())) for rank in range(1, ranks)
+    ]
+    lending = GroupChunks(own, [table.states for table in tables])
+
+    def heard_of(rank: int, said: Said) -> None:
+        lending.heard(rank, applied=said.applied, failed=said.failed)
+
+    others.heard_of = heard_of
+    return lending
