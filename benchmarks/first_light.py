@@ -36,8 +36,8 @@ from benchmarks.light.figures import plot, results
 from benchmarks.light.measure import Bench, MeasureEffort, Parts
 from benchmarks.light.processes import Plan, ProcessEnded, keep_logs, mps
 from benchmarks.shapes import SHAPES
+from windrow.builtin_engine import n_bytes
 from windrow.errors import UserError
-from windrow_sidecar.engines.builtin.settings import n_bytes
 
 EFFORTS = {
     "cuda": MeasureEffort((8, 16, 32), 1024, (512, 2048), 32, 128, (10, 15, 20, 40), 64, 20.0),

@@ -91,7 +91,8 @@ def _print(answer: Mapping[str, Any]) -> None:
     for note in answer["notes"]:
         print_line(f"note: {note}")
     if answer["refused"]:
-        print_line(f"decode would serve, but not be harvested: {answer['refused']}")
+        end = "serve, but not be harvested" if answer["starts"] else "not start"
+        print_line(f"decode would {end}: {answer['refused']}")
     if answer["form"] == "attach":
         print_line(
             "The sidecar itself is attached later, while decode serves: when a job waits for it, "

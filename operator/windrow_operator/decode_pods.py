@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windrow import sglang
+from windrow import builtin_engine, sglang
 from windrow.crd import LABEL_INJECT
 from windrow_operator.command_line import (
     commands_of,
@@ -269,18 +269,26 @@ def _default_container(pod: Mapping[str, Any]) -> str:
 def harvest_refusal(container: Mapping[str, Any]) -> str:
     """Return why SGLang in `container` would not be harvested, as its plugin would say it.
 
+    Of the built-in engine, which checks its command line alone: why it would not start.
+
     Empty: it would, as far as a manifest tells, or it is not SGLang.
     """
     engine = engine_of(container)
     words = [word for command in _serving(container) for word in command]
-    ours = any(word.startswith("windrow_sidecar") for word in words)
-    if engine.name != SGLANG or engine.why == NO_SIGN or ours:
+    if runs_builtin(container):
+        return builtin_engine.refusal(words)
+    if engine.name != SGLANG or engine.why == NO_SIGN:
         return ""
     if other := other_gpu(container):
         return f"{other} is not a GPU that workers can use. Decode on NVIDIA's, or on cores."
     set_to = {str(e.get("name")): e.get("value") for e in container.get("env") or ()}
     insisted = set_to.get(sglang.ENV_UNTESTED) == "1"
     return sglang.refusal(words, str(container.get("image", "")), insisted=insisted)
+
+
+def runs_builtin(container: Mapping[str, Any]) -> bool:
+    """Return whether a container's command starts Windrow's own engine."""
+    return any(builtin_engine.MODULE in command for command in _serving(container))
 
 
 def decoders_of(pod: Mapping[str, Any]) -> list[Body]:

@@ -13,7 +13,12 @@ from typing import Any
 
 from windrow.crd import LABEL_INJECT, parse_policy_spec
 from windrow.crd.harvestpolicy import SharingMode, SidecarSpec
-from windrow_operator.decode_pods import decoders_of, harvest_refusal, matching_rule
+from windrow_operator.decode_pods import (
+    decoders_of,
+    harvest_refusal,
+    matching_rule,
+    runs_builtin,
+)
 from windrow_operator.injection import (
     LABEL_POD_SECURITY,
     PodNamespace,
@@ -75,6 +80,7 @@ def preview(pod: dict[str, Any], policy: dict[str, Any] | None) -> dict[str, Any
         "warnings": list(done.said),
         "notes": list(done.notes),
         "refused": next(filter(None, map(harvest_refusal, decoders_of(pod))), ""),
+        "starts": not any(runs_builtin(c) and harvest_refusal(c) for c in decoders_of(pod)),
     }
 
 

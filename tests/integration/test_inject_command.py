@@ -93,6 +93,21 @@ def test_a_server_that_the_plugin_would_refuse_ends_with_two_and_says_which_opti
     assert "--tp-size" in json.loads(capsys.readouterr().out)["refused"]
 
 
+def test_arguments_that_the_built_in_engine_would_refuse_are_refused(tmp_path, capsys):
+    container = {
+        "name": "decode",
+        "image": "registry.example.com/windrow/sidecar:1",
+        "command": ["python", "-m", "windrow_sidecar.engines.builtin"],
+        "args": ["--model-path", "$(MODEL)", "--disaggregation-mode", "decode"],
+    }
+    body = {"kind": "Pod", "metadata": {"name": "d"}, "spec": {"containers": [container]}}
+    assert asked(tmp_path, body) == 0
+    capsys.readouterr()
+    container["args"] += ["--watchdog-timeout", "60"]
+    assert asked(tmp_path, body) == cli.EXIT_USAGE
+    assert "decode would not start: --watchdog-timeout: one rank" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("body", "policy", "said"),
     [

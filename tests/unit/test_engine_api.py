@@ -24,6 +24,15 @@ from windrow_sidecar.engines.builtin.web.messages import Finished
         ({"prompt": "x", "n": 2}, "n"),
         ({"prompt": "x", "stream_options": {"include": 1}}, "stream_options.include"),
         ({"prompt": "x", "maxtokens": 3}, "maxtokens"),
+        *(
+            ({"prompt": "x", name: True}, name)
+            for name in (
+                *("max_tokens", "temperature", "top_p", "seed", "deferral_ms", "n", "best_of"),
+                *("bootstrap_room", "bootstrap_port"),
+            )
+        ),
+        ({"prompt": "x", "stop_token_ids": [7, False]}, "stop_token_ids"),
+        ({"prompt": [True]}, "prompt"),
         ("x", ""),
     ],
 )
@@ -31,6 +40,12 @@ def test_a_bad_request_is_refused_by_its_field(body, field):
     with pytest.raises(UserError) as refused:
         api.parse_body(body)
     assert refused.value.field == field
+
+
+def test_switches_are_true_or_false():
+    body = {"prompt": "x", "stream": True, "ignore_eos": True, "echo": False}
+    assert api.parse_body(body).stream
+    assert api.parse_body({**body, "stream_options": {"include_usage": True}}).ignore_eos
 
 
 def test_a_bootstrap_host_or_room_says_that_the_kv_arrives():

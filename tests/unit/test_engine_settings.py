@@ -5,9 +5,10 @@ from typing import get_args
 
 import pytest
 
+from windrow.builtin_engine import MODULE, n_bytes, refusal
 from windrow.errors import UserError
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR
-from windrow_sidecar.engines.builtin.settings import EngineSettings, n_bytes
+from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.harvest.ablation import Protection
 from windrow_sidecar.qos.predictor import PredictorForm
 
@@ -44,6 +45,7 @@ def test_without_a_run_directory_it_is_an_ordinary_server(tmp_path):
         (["--tp-size", "2", "--decode-step", "static"], "--decode-step"),
         (["--tp-size", "2", "--profile", "roofline"], "--profile"),
         (["--port", "70000"], "--port"),
+        (["--watchdog-timeout", "60"], "--watchdog-timeout"),
         (["--weights-budget", "0"], "--weights-budget"),
         (["--finetune-deferral", "30s"], "--finetune-deferral"),
         (["--finetune-objective", "40ms"], "--finetune-objective"),
@@ -152,3 +154,25 @@ def test_decode_of_a_gpu_is_confined_by_its_graphs_and_elsewhere_that_is_refused
         assert refused.value.field == field
     with pytest.raises(UserError, match="none or green"):
         parse(tmp_path, "--device", "cuda", WINDROW_DECODE_PARTITION="pdmux")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--model-path", "/m", "--tp", "2", "--device", "cuda"], "--device: ranks of the"),
+        (["--model-path", "/m", "--tp=two"], "'two' is not a whole number"),
+        (["--model-path", "/m", "--page-sise", "16"], "unrecognized arguments: --page-sise"),
+        (["--port", "8000"], "required: --model-path"),
+        (["--model-path", "$(MODEL)", "--tp", "${RANKS}", "--watchdog-timeout=$(LATE)"], ""),
+        (["--model-path=$(MODEL)", "--port", "70000"], "--port: 70000 is not a port"),
+        (["$ENGINE_ARGS"], ""),
+        (["--help"], ""),
+    ],
+)
+def test_a_manifests_arguments_are_judged_by_what_is_known_of_them(given, said):
+    words = ["python", "-m", MODULE, *given]
+    assert (said in refusal(words)) if said else (refusal(words) == "")
+
+
+def test_the_arguments_of_another_program_are_not_judged():
+    assert refusal(["python", "-m", "sglang.launch_server", "--port", "70000"]) == ""

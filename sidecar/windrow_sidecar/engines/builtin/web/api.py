@@ -7,9 +7,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from windrow.errors import UserError
+
+_SWITCHES = {"ignore_eos", "stream", "echo"}
 
 
 class StreamOptions(BaseModel):
@@ -47,6 +57,15 @@ class CompletionBody(BaseModel):
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     logprobs: None = None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean(cls, value: Any, info: ValidationInfo) -> Any:  # noqa: ANN401 - any JSON
+        """Refuse true and false where a number belongs: Python counts them as 1 and 0."""
+        parts = value if isinstance(value, list) else [value]
+        if info.field_name not in _SWITCHES and any(isinstance(part, bool) for part in parts):
+            raise PydanticCustomError("number", "Input should not be true or false")
+        return value
 
     @property
     def kv_arrives(self) -> bool:
