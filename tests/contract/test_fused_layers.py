@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 
+from windrow_sidecar.compute import kernel_launch
 from windrow_sidecar.finetune.adapter import fused_layer, layer_programs
 from windrow_sidecar.finetune.adapter.adapters import ADAPTER
 from windrow_sidecar.finetune.adapter.layer_programs import use_program
@@ -193,10 +194,10 @@ def test_kernels_that_compute_something_else_or_fail_at_load_are_not_used(monkey
     with caplog.at_level(logging.INFO, logger=layer_programs.__name__):
         _, programs = packed_stack()
         assert programs[0].fused is not None
-        fused_layer._shared.cache_clear()
+        kernel_launch._shared.cache_clear()
         monkeypatch.setattr(layer_kernels, "swiglu_back", layer_kernels.swiglu)
         _, programs = packed_stack()
-    fused_layer._shared.cache_clear()
+    kernel_launch._shared.cache_clear()
     assert all(program.fused is None for program in programs)
     assert all(p.grad is None for program in programs for g in program.groups for p in g.learns)
     assert "Triton's kernels: they do not run (" in caplog.messages[-1]

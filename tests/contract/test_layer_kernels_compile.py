@@ -1,4 +1,4 @@
-"""Kernels of packed layers compile for a Hopper GPU, for an 8B Llama in bf16; that needs no GPU."""
+"""Kernels of packed layers and of the loss compile for a Hopper GPU, for an 8B Llama in bf16."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from windrow_sidecar.finetune.adapter import layer_kernels as kernels
+from windrow_sidecar.finetune.adapter import layer_kernels
+from windrow_sidecar.finetune.model import loss_kernels
 
-TENSORS = {"rstd": "*fp32", "into": "*fp32"}
+TENSORS = {"rstd": "*fp32", "into": "*fp32", "losses": "*fp32", "labels": "*i64"}
 NUMBERS = {"epsilon": "fp32", "scale": "fp32"}
 QKV, O, GATE_UP = (48, 64), (16, 16), (32, 32)
 
-def compiled(name, warps=4, **sizes):
+def compiled(name, warps=4, kernels=layer_kernels, **sizes):
     kernel = getattr(kernels, name)
     sizes |= {"WIDE": tl.float32} if "WIDE" in kernel.arg_names else {}
     signature, aligned = {}, {}
@@ -72,12 +73,16 @@ print(json.dumps({
     "swiglu_back": compiled("swiglu_back", INNER=14336, **ranks(O), **TILE),
     "add_share": compiled("add_share", UNITS=4096, **ranks(O), **TILE),
     "gradients": compiled("gradients", BLOCK=64, ROWS=64, **of_four),
+    "cross_entropy": compiled(
+        "cross_entropy", 8, loss_kernels, WORDS=128256, LEARNS=True, BLOCK=4096),
+    "cross_entropy alone": compiled(
+        "cross_entropy", 8, loss_kernels, WORDS=128256, LEARNS=False, BLOCK=4096),
 }))
 """
-WITHOUT_PRODUCTS = {"pack_b", "rotate_back"}
+WITHOUT_PRODUCTS = {"pack_b", "rotate_back", "cross_entropy", "cross_entropy alone"}
 
 
-def test_the_kernels_of_a_packed_layer_compile_for_hopper(tmp_path):
+def test_kernels_compile_for_hopper(tmp_path):
     pytest.importorskip("triton")
     found = compiled_by(CODE, tmp_path)
     assert all(kernel["cubin"] for kernel in found.values())

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import cache
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from windrow_sidecar.compute.kernel_launch import kernel_of
 from windrow_sidecar.finetune.adapter.packed_linears import Made, PackedLinears
 
 if TYPE_CHECKING:
@@ -27,10 +26,6 @@ _ROWS, _ROWS_OF_WHOLE, _BLOCK = 32, 16, 128
 _COLUMNS, _TOKENS = 64, 64
 # Ranks of a group, all of which a program holds at once.
 MOST_RANKS = 256
-# Token counts whose kernels are looked up at once; what is compiled is Triton's to keep.
-_MOST_KNOWN = 512
-# Versions of Triton whose launcher takes the arguments that are written here.
-_LAUNCHED_DIRECTLY = "3.9."
 
 
 def why_not(device: torch.device) -> str:
@@ -43,64 +38,6 @@ def why_not(device: torch.device) -> str:
 # Of a group: its input, the gradient at its ranks, that of its output, and its input's ranks; each
 # [tokens, units].
 Learning = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-class Kernel:
-    """One of `layer_kernels` with its sizes, to be launched again and again.
-
-    Args:
-        kernel: decorated by `triton.jit`.
-        constants: its compile-time arguments, by name.
-        warps: of a program.
-    """
-
-    def __init__(self, kernel: Any, warps: int = 4, **constants: Any) -> None:  # noqa: ANN401
-        self._kernel, self._warps, self._constants = kernel, warps, constants
-        # In the order of its parameters, which end with them.
-        names = [name for name in kernel.arg_names if name in constants]
-        self._values = tuple(constants[name] for name in names)
-        self._known: dict[tuple[Any, ...], Any] = {}
-        self._directly = version("triton").startswith(_LAUNCHED_DIRECTLY)
-
-    def __call__(self, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], *rest: Any) -> None:  # noqa: ANN401
-        """Launch it on the current stream.
-
-        Args:
-            grid: programs.
-            tensors: its first arguments, [...] each.
-            rest: those behind them.
-        """
-        address = 0
-        for tensor in tensors:
-            address |= tensor.data_ptr()
-        # What Triton specialises for: alignment, and the values of integers.
-        key = (address & 15, rest)
-        compiled = self._known.get(key)
-        if compiled is not None:
-            stream = torch._C._cuda_getCurrentRawStream(tensors[0].get_device())
-            if not self._directly:
-                compiled[grid](*tensors, *rest, *self._values, stream=stream)
-                return
-            # What that does, without the look-ups of hooks, which take 10 us.
-            function, packed = compiled.function, compiled.packed_metadata
-            run, values = compiled.run, self._values
-            run(*grid, stream, function, packed, None, None, None, *tensors, *rest, *values)
-            return
-        made = self._kernel[grid](*tensors, *rest, **self._constants, num_warps=self._warps)
-        if made is not None and not key[0]:  # None: interpreted
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = made
-
-
-@cache
-def _shared(kernel: Any, warps: int, constants: frozenset[tuple[str, Any]]) -> Kernel:  # noqa: ANN401
-    return Kernel(kernel, warps, **dict(constants))
-
-
-def kernel_of(kernel: Any, warps: int = 4, **constants: Any) -> Kernel:  # noqa: ANN401
-    """Return the kernel with these sizes, one for all layers (see `Kernel`)."""
-    return _shared(kernel, warps, frozenset(constants.items()))
 
 
 class FusedLayer:
@@ -233,7 +170,7 @@ class FusedLayer:
         self._norm(
             (self._rows(len(x), _ROWS_OF_WHOLE), 1, 1),
             (x, layer.before.weight.detach(), group.a, y, rstd, u),
-            *(len(x), layer.before.variance_epsilon, group.scale),
+            *((len(x),), (layer.before.variance_epsilon, group.scale)),
         )
         qkv = group.product(y)
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -241,7 +178,7 @@ class FusedLayer:
         self._rotate(
             (self._rows(len(x)), heads, 1),
             (qkv, u, group.b, cos, sin),
-            *(len(x), cos.numel() // layer.head),
+            (len(x), cos.numel() // layer.head),
         )
         return qkv, rstd, Made(u, (None,))
 
@@ -273,7 +210,7 @@ class FusedLayer:
         self._rotate_back(
             (self._rows(tokens), self._query_heads + 2 * self._key_heads, 1),
             (*given_here, cos, sin, d_qkv),
-            *(tokens, row_tokens, cos.numel() // layer.head, *strides),
+            (tokens, row_tokens, cos.numel() // layer.head, *strides),
         )
         v = group.lift(d_qkv)
         d_x: Tensor | None = None
@@ -284,7 +221,7 @@ class FusedLayer:
             self._norm_back[group](
                 (self._rows(tokens, _ROWS_OF_WHOLE), 1, 1),
                 (d_y, v, group.a, x, rstd, weight, residual, group.a, d_x, y, d_x),
-                *(tokens, 1.0),
+                *((tokens,), (1.0,)),
             )
         else:
             y, _ = norm(x, layer.before)
@@ -298,7 +235,7 @@ class FusedLayer:
         parts: Any = torch.split(room, self._parts)
         for group, learning, part in zip(self._learning, of, parts, strict=True):
             tensors += (*learning, group.places, part)
-        self._gradients((self._column_blocks, 1, 1), tuple(tensors), len(of[0][0]))
+        self._gradients((self._column_blocks, 1, 1), tuple(tensors), (len(of[0][0]),))
         views = torch._C._nn.unflatten_dense_tensors(room, self._learns)
         for parameter, gradient in zip(self._learns, views, strict=True):
             if parameter.grad is None:
@@ -336,16 +273,16 @@ class FusedLayer:
         self._add_and_norm(
             (self._rows(tokens, _ROWS_OF_WHOLE), 1, 1),
             (h, x, u_o, layer.o.b, layer.between.weight.detach(), group.a, y, rstd, u),
-            *(tokens, layer.between.variance_epsilon, group.scale),
+            *((tokens,), (layer.between.variance_epsilon, group.scale)),
         )
         gate_up = group.product(y)
         acted = x.new_empty(tokens, self._inner)
         blocks = (self._inner + _BLOCK - 1) // _BLOCK
-        self._swiglu((self._rows(tokens), blocks, 1), (gate_up, u, group.b, acted), tokens)
+        self._swiglu((self._rows(tokens), blocks, 1), (gate_up, u, group.b, acted), (tokens,))
         u_down = layer.down.down(acted)
         out = layer.down.product(acted)
         blocks = (self._units + _BLOCK - 1) // _BLOCK
-        self._add_share((self._rows(tokens), blocks, 1), (out, h, u_down, layer.down.b), tokens)
+        self._add_share((self._rows(tokens), blocks, 1), (out, h, u_down, layer.down.b), (tokens,))
         made = (Made(u_o, (None,)), Made(u_down, (None,)), Made(u, (None,)))
         return out, (h, rstd, gate_up), made
 
@@ -375,7 +312,7 @@ class FusedLayer:
         self._swiglu_back(
             (self._rows(tokens), blocks, 1),
             (acted, v_down, down.a, gate_up, d_gate_up),
-            tokens,
+            (tokens,),
         )
         v = group.lift(d_gate_up)
         d_y = d_gate_up @ group.weight
@@ -385,7 +322,7 @@ class FusedLayer:
         self._norm_back[group](
             (self._rows(tokens, _ROWS_OF_WHOLE), 1, 1),
             (d_y, v, group.a, h, rstd, weight, d_out, o.b, d_h, y, v_o),
-            *(tokens, o.scale),
+            *((tokens,), (o.scale,)),
         )
         layer.point()
         d_seen = (d_h @ o.weight).addmm_(v_o, o.a)

@@ -251,7 +251,11 @@ class DecoderStack:
             if isinstance(graph, Forgotten):
                 graph = _graph(window, *self._pass(at, layer, window, learn=True))
             if graph.edge is not None:
-                with self.around_layer.backward(layer):
+                # Here, not in autograd's thread of the device, to which a layer would change and back.
+                with (
+                    self.around_layer.backward(layer),
+                    torch.autograd.set_multithreading_enabled(False),
+                ):
                     torch.autograd.backward((graph.edge,), (gradient,))
         except BaseException:
             at.graphs[layer].append(Forgotten(window))
