@@ -33,7 +33,7 @@ def drawn(dtype):
 
 
 def by_autograd(logits, labels):
-    """What torch's own loss gives: of each token, and the gradient of their scaled sum."""
+    """Return the loss of each token and the gradient of their scaled sum, by torch itself."""
     leaf = logits.clone().requires_grad_()
     wide = leaf.to(wide_type(logits.dtype))
     losses = functional.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORED)
