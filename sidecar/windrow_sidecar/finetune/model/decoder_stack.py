@@ -251,7 +251,7 @@ class DecoderStack:
             if isinstance(graph, Forgotten):
                 graph = _graph(window, *self._pass(at, layer, window, learn=True))
             if graph.edge is not None:
-                # Here, not in autograd's thread of the device, to which a layer would change and back.
+                # Not in autograd's thread of the device: each layer would change to it and back.
                 with (
                     self.around_layer.backward(layer),
                     torch.autograd.set_multithreading_enabled(False),
