@@ -47,6 +47,9 @@ ENV_COPY_RATE = "WINDROW_COPY_RATE"
 # S, optional: what runs a worker's layers: eager (default), the model's own modules, or packed
 ENV_LAYER_PROGRAM = "WINDROW_LAYER_PROGRAM"
 
+# D of SGLang, optional: where jobs run: process (default), their own, or in-engine, decode's
+ENV_FINETUNE = "WINDROW_FINETUNE"
+
 # S, optional: directories that jobs may write besides the policy's volumes, with colons between
 # them. Set by a process node, whose pods have the machine's own files.
 ENV_OUTPUT_TREES = "WINDROW_OUTPUT_TREES"

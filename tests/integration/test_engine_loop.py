@@ -24,14 +24,13 @@ from windrow.eventlog import EventLog, RequestEvent, StepEvent, read_events
 from windrow.rundir import RunDir, profile_file
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.compute.partition import UnknownLevel
-from windrow_sidecar.engines.builtin import turns as turns_module
+from windrow_sidecar.engines import turns as turns_module
 from windrow_sidecar.engines.builtin.kv.paging import PagePool
 from windrow_sidecar.engines.builtin.llama.riding import Product
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, LoopParts
 from windrow_sidecar.engines.builtin.profiler import Bounds, Profiler, ProfileStore
 from windrow_sidecar.engines.builtin.profiling import measure
 from windrow_sidecar.engines.builtin.scheduler import Scheduler
-from windrow_sidecar.engines.builtin.turns import Turns
 from windrow_sidecar.engines.builtin.web.channel import SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Output, Submit
 from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
@@ -44,6 +43,7 @@ from windrow_sidecar.engines.profile import (
     Subject,
     host_splits,
 )
+from windrow_sidecar.engines.turns import Turns
 from windrow_sidecar.qos.co_run import CoRunSample
 from windrow_sidecar.qos.deferred_passes import DeferredPasses
 from windrow_sidecar.qos.solo import SoloSample

@@ -6,8 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +14,11 @@ import httpx
 import psutil
 import pytest
 from safetensors import safe_open
+from support.sglang_pods import QUESTIONS, TOKENS, events_of, job, start_agent
 from support.sglang_servers import (
     DECODE,
     MODEL,
     OVER_TCP,
-    ROOT,
     TRANSFER,
     Server,
     complete,
@@ -29,14 +27,13 @@ from support.sglang_servers import (
     text_of,
 )
 
-from windrow.eventlog import StepEvent, TaskletEvent, read_events
+from windrow.eventlog import StepEvent, TaskletEvent
 from windrow.proto import attach_pb2
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR
 from windrow_sidecar.agent.exporter import PORT_FILE
 from windrow_sidecar.engines.sglang.compat import ENV_TRANSFER_GUARD
 from windrow_sidecar.testing.attached_operator import AttachedOperator, until
 
-ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
 Event = attach_pb2.JobEvent
 
 pytestmark = [
@@ -45,39 +42,7 @@ pytestmark = [
         len(os.sched_getaffinity(0)) < 2, reason="a host device has two cores at least"
     ),
 ]
-STOPPED_S, TOKENS = 5.0, 48
-QUESTIONS = ["The for statement", "A list is", "To open a file", "When an exception is raised"]
-
-
-def job(folder: Path) -> dict:
-    return {
-        "model": {"name": str(MODEL)},
-        "dataset": {"source": str(ROWS), "format": "chat", "evalFraction": 0.05},
-        "adapter": {"type": "lora", "lora": {"rank": 4, "alpha": 8}},
-        "training": {
-            # As many as two stops need, on a fast machine too.
-            "maxSteps": 24,
-            "batchSize": 4,
-            "maxSequenceLength": 256,
-            "learningRate": "2e-3",
-        },
-        "checkpoint": {"everySteps": 4},
-        "output": {"destination": str(folder / "adapters")},
-    }
-
-
-def start_agent(
-    operator: AttachedOperator, folder: Path, environment: dict[str, str]
-) -> subprocess.Popen:
-    agent = [
-        *(sys.executable, "-m", "windrow_sidecar.agent"),
-        f"--operator-address=127.0.0.1:{operator.port}",
-        f"--operator-ca={operator.cert.decode()}",
-        f"--token-file={folder / 'token'}",
-    ]
-    env = os.environ | environment
-    with (folder / "pod.log").open("ab") as out:
-        return subprocess.Popen(agent, env=env, stdout=out, stderr=out, process_group=0)
+STOPPED_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -197,10 +162,6 @@ async def answers_while_stopped(
         ended_ns = time.monotonic_ns()
         process.send_signal(signal.SIGCONT)
     return began_ns, ended_ns
-
-
-def events_of(folder: Path, kind: type) -> list:
-    return [event for _, event in read_events(folder) if isinstance(event, kind)]
 
 
 def is_lending(folder: Path) -> bool:

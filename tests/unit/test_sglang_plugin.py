@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from windrow.errors import InvariantBroken, UserError
-from windrow.rundir import ENV_RUN_DIR, RunDir
+from windrow.rundir import ENV_FINETUNE, ENV_RUN_DIR, RunDir
 from windrow_sidecar.engines import hook
-from windrow_sidecar.engines.sglang import compat, hooking, opening, plugin, queues
+from windrow_sidecar.engines.sglang import compat, hooking, in_engine, opening, plugin, queues
 from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest
 from windrow_sidecar.engines.sglang.pool import check_pool, plan_geometry
 from windrow_sidecar.qos.view import Grant
@@ -123,6 +123,7 @@ def parts_with(**step_hook) -> SimpleNamespace:
         allocator=SimpleNamespace(chunks=SimpleNamespace(refresh=lambda: None)),
         log=None,
         speculates=False,
+        turns=None,
     )
 
 
@@ -448,3 +449,37 @@ def test_the_facts_tell_when_a_waiting_request_of_sglang_is_due():
     scheduler = SimpleNamespace(waiting_queue=[], disagg_decode_prealloc_queue=decode)
     harvest.before_batch(scheduler, Batch)
     assert told == pytest.approx([10_030_000_000] * 2, abs=1000)
+
+
+@pytest.mark.parametrize(
+    ("value", "device", "sleeps", "field"),
+    [
+        ("in engine", "cpu", True, ENV_FINETUNE),
+        ("in-engine", "cuda", True, ENV_FINETUNE),
+        ("in-engine", "cpu", False, "--sleep-on-idle"),
+    ],
+)
+def test_jobs_in_the_scheduler_are_refused_by_the_name_of_what_keeps_them(
+    value, device, sleeps, field
+):
+    args = SimpleNamespace(device=device, sleep_on_idle=sleeps)
+    with pytest.raises(UserError) as refused:
+        in_engine.wanted({ENV_FINETUNE: value}, args)
+    assert refused.value.field == field
+    assert refused.value.remedy
+
+
+def test_jobs_run_in_a_process_of_their_own_unless_the_environment_says_otherwise():
+    args = SimpleNamespace(device="cuda", sleep_on_idle=False)
+    assert not in_engine.wanted({}, args)
+    assert not in_engine.wanted({ENV_FINETUNE: "process"}, args)
+    assert in_engine.wanted(
+        {ENV_FINETUNE: "in-engine"}, SimpleNamespace(device="cpu", sleep_on_idle=True)
+    )
+
+
+def test_a_scheduler_without_the_libraries_of_jobs_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(in_engine, "_HOST", "windrow_sidecar.no_such_library")
+    with pytest.raises(UserError, match="not installed here") as refused:
+        in_engine.prepare(RunDir(tmp_path), tmp_path)
+    assert "peft" in refused.value.remedy

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from windrow_sidecar.engines.builtin import turns as turns_module
-from windrow_sidecar.engines.builtin.turns import Turns
+from windrow_sidecar.engines import turns as turns_module
+from windrow_sidecar.engines.turns import Turns
 
 LONG_S = 20.0
 

@@ -20,23 +20,23 @@ from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.builtin.kv.kvcache import KvCache
 from windrow_sidecar.engines.builtin.kv.paging import ChunkSource
 from windrow_sidecar.engines.builtin.llama.model import LlamaModel
+from windrow_sidecar.engines.builtin.llama.riding import RidingPass
 from windrow_sidecar.engines.builtin.ranks.group import RankLeader
 from windrow_sidecar.engines.builtin.scheduler import EngineRequest, Scheduler, finish_reason
 from windrow_sidecar.engines.builtin.step.decoder import Decoder
 from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
 from windrow_sidecar.engines.builtin.streamed import StreamedWeights
-from windrow_sidecar.engines.builtin.turns import IterationTurn, Ride, Turns
 from windrow_sidecar.engines.builtin.web.channel import SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Finished, Submit
 from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
 from windrow_sidecar.engines.harvest.group_chunks import GroupChunks
 from windrow_sidecar.engines.hook import (
-    LONGEST_GAP_NS,
     FailClosed,
     StepInput,
     least_slack_us,
     wait_for_turn,
 )
+from windrow_sidecar.engines.turns import SETTLES_NS, IterationTurn, Ride, Turns, turn_end_ns
 from windrow_sidecar.qos.deferred_passes import DeferredPasses
 from windrow_sidecar.qos.hybrid_tokens import plan_iteration
 from windrow_sidecar.qos.rank_group import GroupDecision
@@ -49,8 +49,6 @@ IDLE_WAIT_S = 0.05  # how often an idle engine asks its hook
 # short against a step.
 _STARVED_WAIT_S = 0.001
 _STEPS_PER_COLLECTION = 4096
-# A finetune thread of this process gives chunks back in its turn; moving one takes less than this.
-_SETTLES_NS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +135,7 @@ class DecodeLoop:
         batch = list(scheduler.running)
         if prefill is not None and prefill[0] not in scheduler.prefilling:
             prefill = None  # retracted to make room
-        carried: Ride | None = None
+        carried: Ride[RidingPass] | None = None
         if parts.deferred is not None:
             for request in admitted:
                 request.deferred_us = (start_ns - request.submit.arrived_ns) / 1e3
@@ -172,7 +170,7 @@ class DecodeLoop:
             ride = carried
             if ride is None and self._owed and parts.turns is not None:
                 # Nothing may run: chunks come back.
-                parts.turns.lend(parts.clock_ns() + _SETTLES_NS, parts.clock_ns)
+                parts.turns.lend(parts.clock_ns() + SETTLES_NS, parts.clock_ns)
 
         if parts.others is not None:
             self._tell_ranks(parts.others, decision, admits=admits)
@@ -264,7 +262,7 @@ class DecodeLoop:
 
     def _wait_for_turn(
         self, decision: Grant, start_ns: int, batch: list[EngineRequest]
-    ) -> Ride | None:
+    ) -> Ride[RidingPass] | None:
         """Leave the device to finetuning until the grant's gap is over, wherever that runs.
 
         Returns:
@@ -275,9 +273,7 @@ class DecodeLoop:
             wait_for_turn(decision, parts.clock_ns)
             return None
         now_ns = parts.clock_ns()
-        until_ns = min(decision.gap_until_ns, now_ns + LONGEST_GAP_NS)
-        if until_ns <= now_ns and self._owed:
-            until_ns = now_ns + _SETTLES_NS  # nothing may run: chunks come back
+        until_ns = turn_end_ns(decision.gap_until_ns, now_ns, owed=bool(self._owed))
         ride = None
         if parts.rider and batch and decision.gap_until_ns > now_ns and parts.turns.wants_ride:
             gap_ns = decision.gap_until_ns - start_ns
@@ -296,7 +292,7 @@ class DecodeLoop:
 
     def _carry(
         self, plan: DeferredPasses, batch: list[EngineRequest], *, prompts: bool
-    ) -> Ride | None:
+    ) -> Ride[RidingPass] | None:
         """Let a finetune batch pass the streamed layers, where no request waits too long for it.
 
         What is left of the batch before (backward, update) comes first, so that each pass over the
@@ -323,7 +319,7 @@ class DecodeLoop:
             return None
         begun_ns = parts.clock_ns()
         until_ns = begun_ns + round(plan.left_us(deferred) * 1e3)
-        ride: Ride | None = None
+        ride: Ride[RidingPass] | None = None
         turn = IterationTurn(taken=False, whole=True, back=True)
         if not (turns.wants_ride and parts.rider):
             turn = self._lend_iteration(turns, until_ns, None)
@@ -356,7 +352,9 @@ class DecodeLoop:
             parts.partition.activate(parts.units)  # it has set its own number of threads
         return ride
 
-    def _lend_iteration(self, turns: Turns, until_ns: int, ride: Ride | None) -> IterationTurn:
+    def _lend_iteration(
+        self, turns: Turns, until_ns: int, ride: Ride[RidingPass] | None
+    ) -> IterationTurn:
         """Leave the device to the finetune thread to the end of its iteration, or of the ride."""
         parts = self._parts
         turns.by_iteration = True
@@ -378,7 +376,7 @@ class DecodeLoop:
         turns.window_tokens = plan.tokens
         return plan.form == "joined"
 
-    def _learn_joined(self, ride: Ride, batch: int, step_ns: int) -> None:
+    def _learn_joined(self, ride: Ride[RidingPass], batch: int, step_ns: int) -> None:
         """Teach what finetune rows cost, by a step with which nothing but a forward has run."""
         turns = self._parts.turns
         if turns is None or turns.hybrid is None or not turns.wants_ride or not ride.step.joined:
@@ -388,7 +386,7 @@ class DecodeLoop:
             batch, round(ride.step.tokens), turns.hybrid.us(batch, 0) + max(0.0, more_us)
         )
 
-    def _finish_ride(self, ride: Ride, batch: list[EngineRequest]) -> list[int]:
+    def _finish_ride(self, ride: Ride[RidingPass], batch: list[EngineRequest]) -> list[int]:
         """Compute what is left of a step; all of it where another thread still has a hand in it."""
         rider = self._parts.rider
         assert rider is not None

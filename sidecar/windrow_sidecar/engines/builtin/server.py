@@ -26,6 +26,7 @@ from windrow_sidecar._core import Arena, LiveTensorsError
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.engines.builtin import profiling
 from windrow_sidecar.engines.builtin.device import open_device
+from windrow_sidecar.engines.builtin.finetuning import InEngineFinetune
 from windrow_sidecar.engines.builtin.joined_profile import profile_joined
 from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
 from windrow_sidecar.engines.builtin.loading import dtype_of, load, make_arena
@@ -37,7 +38,6 @@ from windrow_sidecar.engines.builtin.ranks.shard import EngineShard
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
 from windrow_sidecar.engines.builtin.threads import Threads
-from windrow_sidecar.engines.builtin.turns import InEngineFinetune
 from windrow_sidecar.engines.builtin.web.channel import PeerGone
 from windrow_sidecar.engines.builtin.web.frontprocess import FrontProcess
 from windrow_sidecar.engines.builtin.web.messages import EngineReady
@@ -65,7 +65,7 @@ _TENSORS_GONE_WITHIN_S = 2.0
 # What the number of threads is tried with: a busy moment of a conversation service.
 _USUAL_BATCH, _USUAL_CONTEXT = 8, 1024
 # Finetuning is a layer above engines: by name, so that only an engine that finetunes loads it.
-_IN_ENGINE = "windrow_sidecar.finetune.in_engine.host"
+_IN_ENGINE = "windrow_sidecar.finetune.in_engine.builtin_host"
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from windrow_sidecar.engines.hook import (
 from windrow_sidecar.engines.profile import Subject, document
 from windrow_sidecar.engines.sglang.learning import FullShareEstimate, SoloLearner, StepTokens
 from windrow_sidecar.engines.sglang.queues import own_deferral_us, waiting_requests
+from windrow_sidecar.engines.turns import Turns, turn_end_ns
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.view import Grant
 
@@ -64,6 +65,7 @@ class HarvestParts:
     keep_profile: Callable[[Mapping[str, Any]], None]
     reserved_tokens: int  # that each request is sure to find room for
     speculates: bool = False  # a step yields a request several tokens
+    turns: Turns | None = None  # with a finetune thread of this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +154,23 @@ class SchedulerHarvest:
             units = self._units_of(decision)
             hook_ns = self._clock() - now_ns
             self._step = _Step(facts, decision, units, hook_ns, facts.admitted_tokens)
-        wait_for_turn(decision, self._clock)
+        self._wait_for_turn(decision)
         if not decodes:
             self._prompts.append(_Prompt(self._clock(), facts.prefill_tokens, decision))
+
+    def _wait_for_turn(self, decision: Grant) -> None:
+        """Leave the device to finetuning until the grant's gap is over, wherever that runs."""
+        parts, turns = self._parts, self._parts.turns
+        if turns is None:
+            wait_for_turn(decision, self._clock)
+            return
+        now_ns = self._clock()
+        draining = parts.arena.counts()[4]
+        until_ns = turn_end_ns(decision.gap_until_ns, now_ns, owed=draining > 0)
+        if until_ns > now_ns:
+            turns.lend(until_ns, self._clock)
+            turns.lent += 1
+            parts.partition.activate(parts.splits.units)  # it has set its own number of threads
 
     def after_batch(self, batch: Any) -> None:  # noqa: ANN401
         """The tokens of a batch have been delivered."""

@@ -30,6 +30,7 @@ from windrow_sidecar.engines.profile import Subject
 from windrow_sidecar.engines.sglang import compat
 from windrow_sidecar.engines.sglang.adapters import SchedulerAdapters
 from windrow_sidecar.engines.sglang.harvesting import HarvestParts, SchedulerHarvest
+from windrow_sidecar.engines.sglang.in_engine import JobThread
 from windrow_sidecar.engines.sglang.learning import KeptProfile, SoloLearner
 from windrow_sidecar.engines.sglang.weights import SharedModel
 
@@ -48,6 +49,7 @@ class Opened:
     fingerprint: str  # of the served checkpoint
     shares: GraphShares | None  # of a GPU's decode, where it is to be confined
     beside_bytes: int = 0  # of drafts, windows and indexes, of which nothing is lent
+    jobs: JobThread | None = None  # where they run in this process
 
 
 def harvest_scheduler(
@@ -65,7 +67,8 @@ def harvest_scheduler(
     lendable = _lendable(opened.allocator)
     speculation = _speculation(opened.args)
     arena, args, weights = opened.arena, opened.args, opened.weights
-    device = _device(arena.driver, opened.shares)
+    jobs = opened.jobs
+    device = _device(arena.driver, opened.shares, in_turns=jobs is not None)
     subject = Subject(
         device=device.label,
         driver=device.driver.partition(":")[0],
@@ -108,6 +111,7 @@ def harvest_scheduler(
             max_batch=opened.scheduler.max_running_requests,
             gaps=gaps,
             layers=opened.scheduler.model_config.num_hidden_layers,
+            in_turns=jobs is not None,
         ),
         profile=profile,
         log=log,
@@ -129,6 +133,7 @@ def harvest_scheduler(
         keep_profile=kept.keep,
         reserved_tokens=args.num_reserved_decode_tokens + speculation.reserved_tokens,
         speculates=bool(speculation.label),
+        turns=jobs.turns if jobs is not None else None,
     )
     harvest = SchedulerHarvest(parts, None if profile else SoloLearner(device.splits))
     _log.info(
@@ -142,6 +147,9 @@ def harvest_scheduler(
             "windrow: %d MiB of KV of drafts, sliding windows and indexes are not lent",
             opened.beside_bytes >> 20,
         )
+    if jobs is not None:
+        jobs.claimed(run_dir)
+        jobs.start(running)
     return harvest
 
 
@@ -202,10 +210,12 @@ def _lendable(allocator: Any) -> int:  # noqa: ANN401
     )
 
 
-def _device(driver: str, shares: GraphShares | None) -> EngineDevice:
+def _device(driver: str, shares: GraphShares | None, *, in_turns: bool) -> EngineDevice:
     """Return how decode shares its device. Raises UserError where it cannot."""
     if driver == "host":
         most = torch.get_num_threads()  # what SGLang's server was started with
-        return open_cores(lambda n: torch.set_num_threads(min(n, most)), shared=True)
+        return open_cores(
+            lambda n: torch.set_num_threads(min(n, most)), shared=not in_turns, in_turns=in_turns
+        )
     gpu = open_gpu(driver)
     return gpu if shares is None else confine(gpu, shares)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from windrow_sidecar.engines.claim import SlotClaim
     from windrow_sidecar.engines.confined import GraphShares
     from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest
+    from windrow_sidecar.engines.sglang.in_engine import JobThread
     from windrow_sidecar.engines.sglang.transfers import RangeProbe
     from windrow_sidecar.engines.sglang.weights import SharedModel
 
@@ -85,6 +86,7 @@ class Plugin:
     scheduler: Any = None
     fingerprint: str = ""  # of the served checkpoint
     claim: SlotClaim | None = None
+    jobs: JobThread | None = None  # where they run in this process
 
     def make_scheduler(
         self,
@@ -104,7 +106,7 @@ class Plugin:
             self._tell_refusal("")
 
     def _prepare(self, server_args: Any) -> None:  # noqa: ANN401
-        from windrow_sidecar.engines.sglang import compat, graphs, transfers
+        from windrow_sidecar.engines.sglang import compat, graphs, in_engine, transfers
 
         self.args = server_args
         insisted = self.environment.get(compat.ENV_UNTESTED) == "1"
@@ -125,10 +127,15 @@ class Plugin:
                 field=ENV_RUN_DIR,
                 remedy="Mount the directory that decode and sidecar share, or unset the variable.",
             )
+        if in_engine.wanted(self.environment, server_args):
+            # Forks a process that reads rows: before there is a second thread.
+            self.jobs = in_engine.prepare(self.run_dir, _model_folder(server_args))
         from windrow_sidecar.engines.claim import claim_slot
 
         self.claim = claim_slot(self.run_dir, self.environment)
         self.run_dir = self.claim.run_dir
+        # One that an engine before has left would send workers to nobody.
+        self.run_dir.in_engine_socket().unlink(missing_ok=True)
         self._hook()
         if receives:
             self.range_probe = transfers.probe(server_args, os.environ)
@@ -329,7 +336,11 @@ class Plugin:
             return
         from windrow_sidecar.engines.sglang.harvesting import IDLE_POLL_MS
 
+        if self.jobs is not None:
+            self.jobs.turns.offer()
         sleeper.poller.poll(IDLE_POLL_MS)
+        if self.jobs is not None:
+            self.jobs.turns.recall()
 
     def before_weight_update(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
         """Weights are about to be replaced: decode takes its own copy, and harvesting ends."""
@@ -369,6 +380,7 @@ class Plugin:
             self.fingerprint,
             self.shares,
             self.unlent_bytes + bytes_beside(pool_of_tokens(allocator.get_kvcache())),
+            self.jobs,
         )
         self.harvest = harvest_scheduler(opened, self.run_dir, self.environment, self._failed)
 

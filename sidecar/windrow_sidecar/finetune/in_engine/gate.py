@@ -9,7 +9,7 @@ from collections.abc import Callable
 from windrow_sidecar._core import Page
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.partition import Partition
-from windrow_sidecar.engines.builtin.turns import Turns
+from windrow_sidecar.engines.turns import Turns
 from windrow_sidecar.finetune.colocated.allowance import Allowance
 from windrow_sidecar.finetune.colocated.grants import WAIT_S, GrantGate, OfferFacts
 from windrow_sidecar.finetune.engine.sizing import Estimates

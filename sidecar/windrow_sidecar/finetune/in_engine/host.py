@@ -1,4 +1,4 @@
-"""Run finetune jobs in a thread of the built-in engine's process.
+"""Run finetune jobs in a thread of an engine's process.
 
 The thread runs what a worker's process runs (`WorkerJobs`): the same tasklets, gate, lent memory,
 checkpoints and reports. It differs in where it waits: it returns the turn to decode's thread.
@@ -6,11 +6,9 @@ checkpoints and reports. It differs in where it waits: it returns the turn to de
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,19 +17,13 @@ from pathlib import Path
 import torch
 
 from windrow.crd import slot_name
-from windrow.documents import read_document
-from windrow.errors import UserError
 from windrow.eventlog import EventLog
 from windrow.protocol import Ending
 from windrow.redaction import RedactingFormatter
-from windrow.rundir import ENV_LAYER_PROGRAM, ENV_LOG_DIR, ENV_POD_NAME, RunDir
+from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, RunDir
 from windrow_sidecar.compute.whole_device import WholeDevice
-from windrow_sidecar.engines.builtin.llama.model import LlamaModel
-from windrow_sidecar.engines.builtin.llama.riding import Product
-from windrow_sidecar.engines.builtin.settings import EngineSettings
-from windrow_sidecar.engines.builtin.streamed import StreamedWeights
-from windrow_sidecar.engines.builtin.turns import Turns
 from windrow_sidecar.engines.opening import RunningHarvest
+from windrow_sidecar.engines.turns import Turns
 from windrow_sidecar.finetune.colocated.agent_link import JobAgentLink
 from windrow_sidecar.finetune.colocated.job_logs import LOG_FORMAT, JobLogs
 from windrow_sidecar.finetune.colocated.jobs import InProcess, WorkerJobs
@@ -40,13 +32,11 @@ from windrow_sidecar.finetune.colocated.standby import NICENESS, JobOrder, warm_
 from windrow_sidecar.finetune.data.readers import Readers
 from windrow_sidecar.finetune.engine.orders import layer_major, token_major
 from windrow_sidecar.finetune.in_engine.gate import InEngineGate
-from windrow_sidecar.finetune.in_engine.joined_products import RiderSeat, join_products
+from windrow_sidecar.finetune.in_engine.joined_products import RiderSeat
 from windrow_sidecar.finetune.in_engine.local_link import LocalLink
 from windrow_sidecar.finetune.in_engine.orders import OrderSocket
-from windrow_sidecar.finetune.job.assembly import read_job
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
-from windrow_sidecar.finetune.model.loading import ExportedWeights
-from windrow_sidecar.qos.terms import HarvestTerms, make_terms
+from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.turn import TurnNote
 
 log = logging.getLogger(__name__)
@@ -54,29 +44,6 @@ log = logging.getLogger(__name__)
 # A pod has 30 s for its end. A checkpoint of an adapter takes far less; the next start goes on from
 # the one before where a disk is slower.
 _ENDS_WITHIN_S = 15.0
-
-
-def prepare(settings: EngineSettings) -> EngineHost:
-    """Read the jobs and load libraries; to be called before the process has a second thread.
-
-    Raises:
-        UserError: a job cannot be read, or wants what only a cluster has.
-    """
-    jobs = [check_local(path) for path in settings.finetune_jobs]
-    if settings.finetune_fused:
-        os.environ.setdefault(ENV_LAYER_PROGRAM, "packed")  # whose products others may join
-    warm_up(str(settings.model_path))
-    readers = KeptReaders()
-    if settings.run_dir is not None:
-        return EngineHost(settings, settings.run_dir, readers)
-    own = Path(tempfile.mkdtemp(prefix="windrow-in-engine-"))
-    run_dir = RunDir(own)
-    try:
-        orders = {str(job["name"]): _write_job(run_dir, job) for job in jobs}
-    except OSError:
-        shutil.rmtree(own, ignore_errors=True)
-        raise
-    return EngineHost(settings, run_dir, readers, orders, own)
 
 
 class KeptReaders(Readers):
@@ -97,71 +64,30 @@ class KeptReaders(Readers):
         super().close()
 
 
-def check_local(path: Path) -> Mapping[str, object]:
-    """Return a manifest as a worker reads it from its job directory.
+def prepare_for_agent(run_dir: RunDir, model: str) -> EngineHost:
+    """Load libraries for an agent's jobs; to be called before the process has a second thread.
+
+    Args:
+        run_dir: of the pod.
+        model: the served checkpoint, whose family's code is imported.
 
     Raises:
-        UserError: it is not a FinetuneJob, or names a Secret, which only a cluster has.
+        RuntimeError: the process has a second thread.
+        ImportError: a library that jobs need is not installed.
     """
-    job = read_job(path)
-    spec = job.spec
-    for field, secret in (
-        ("spec.model.secretRef", spec.model.secret_ref),
-        ("spec.dataset.secretRef", spec.dataset.secret_ref),
-        ("spec.output.secretRef", spec.output.secret_ref),
-        ("spec.tracking.secretRef", spec.tracking.secret_ref if spec.tracking else None),
-    ):
-        if secret is not None:
-            raise UserError(
-                f"{path} names the Secret {secret.name}, which only a cluster has",
-                field=field,
-                remedy="Leave it out, or apply the job to a cluster.",
-            )
-    document = read_document(path, "Name a FinetuneJob manifest.")
-    return {
-        "namespace": job.namespace,
-        "name": job.name,
-        "uid": job.uid,
-        "epoch": 1,
-        "spec": document["spec"],
-    }
-
-
-def _write_job(run_dir: RunDir, job: Mapping[str, object]) -> JobOrder:
-    order = JobOrder(str(job["uid"]), 1)
-    folder = run_dir.job_dir(order.job_uid)
-    folder.mkdir(parents=True)
-    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    return order
-
-
-def terms_of(settings: EngineSettings) -> HarvestTerms | None:
-    """Return the policy that the command line names; None: the agent sends one.
-
-    Raises:
-        UserError: no such policy, or an objective that is not one.
-    """
-    if settings.finetune_objective_s is None:
-        return None
-    return make_terms(
-        name="command line",
-        policy=settings.finetune_policy,
-        mode="harvest",
-        objective_seconds=settings.finetune_objective_s,
-        percentile=99.0,
-        scope="perStep",
-        max_compute_percent=100,
-        max_memory_percent=100,
-    )
+    warm_up(model)
+    return EngineHost(run_dir, KeptReaders())
 
 
 class EngineHost:
-    """Finetuning in the engine's process (see `InEngineFinetune`).
+    """Finetuning in an engine's process; the engine's thread starts and ends it.
+
+    An engine calls `claimed`, `shares` where it has any, `start`, and `close` at its end.
 
     Args:
-        settings: of the engine.
         run_dir: of the slot.
         readers: have rows read.
+        terms: the policy; None: the agent sends one.
         orders: jobs of the command line by name, run one after the other; None: the agent sends
             jobs.
         own_folder: is removed at the end; None: the run directory is the pod's.
@@ -169,18 +95,18 @@ class EngineHost:
 
     def __init__(
         self,
-        settings: EngineSettings,
         run_dir: RunDir,
         readers: KeptReaders,
+        terms: HarvestTerms | None = None,
         orders: Mapping[str, JobOrder] | None = None,
         own_folder: Path | None = None,
     ) -> None:
         self.turns, self.run_dir = Turns(), run_dir
-        self._settings, self._readers = settings, readers
+        self._readers = readers
         self._local, self._own_folder = orders, own_folder
         self._joins: Callable[[DecoderStack, RiderSeat], str] | None = None
         self._weights: EngineWeights | None = None
-        self._terms = terms_of(settings)
+        self._terms = terms
         self._logs = _ThreadLogs(run_dir)
         self._jobs: WorkerJobs | None = None
         self._socket: OrderSocket | None = None
@@ -188,33 +114,16 @@ class EngineHost:
         self._thread = threading.Thread(target=self._run, name="finetune", daemon=True)
         self._hook: RunningHarvest | None = None
 
-    def serves(self, model: LlamaModel, streamed: StreamedWeights | None) -> None:
-        """Note whose weights decode computes with: steps ride along over the same ones.
+    def shares(
+        self, own: EngineWeights | None, joins: Callable[[DecoderStack, RiderSeat], str] | None
+    ) -> None:
+        """Note what jobs have in common with decode beside the device, before `start`.
 
-        `streamed`: where memory holds some of them only; jobs compute with the same.
+        Args:
+            own: weights that they compute with; None: those that decode exports.
+            joins: see `InEngineGate`.
         """
-        if streamed is not None:
-            manifest = streamed.layout.manifest(streamed.fingerprint)
-            exported = ExportedWeights(manifest, streamed.pages.storage)
-            self._weights = EngineWeights(exported, streamed.layers)
-        if not self._settings.finetune_fused:
-            return
-        shapes = [
-            {
-                Product.QKV: layer.qkv.shape,
-                Product.O: layer.out.shape,
-                Product.GATE_UP: layer.gate_up.shape,
-                Product.DOWN: layer.down.shape,
-            }
-            for layer in model.layers
-        ]
-
-        def joins(stack: DecoderStack, seat: RiderSeat) -> str:
-            if stack.depth != len(shapes):
-                return "the job's model is not the one that decode serves"
-            return join_products(stack, lambda layer, product: shapes[layer][product], seat)
-
-        self._joins = joins
+        self._weights, self._joins = own, joins
 
     def claimed(self, run_dir: RunDir) -> None:
         """Note which slot the engine is; from here on the agent finds where to send jobs."""

@@ -12,16 +12,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-from windrow.rundir import RunDir
+from windrow_sidecar.engines.hook import LONGEST_GAP_NS
 from windrow_sidecar.qos.hybrid_tokens import JoinedCost
-
-if TYPE_CHECKING:
-    from windrow_sidecar.engines.builtin.llama.model import LlamaModel
-    from windrow_sidecar.engines.builtin.llama.riding import RidingPass
-    from windrow_sidecar.engines.builtin.streamed import StreamedWeights
-    from windrow_sidecar.engines.opening import RunningHarvest
 
 # A finetune thread that does not wait for a turn now is busy with something other than
 # a tasklet (a checkpoint, loading). Decode does not wait for it: a hand-over takes some 50 us.
@@ -29,6 +23,22 @@ _TAKEN_WITHIN_S = 0.001
 # Between two points of a tasklet lie some milliseconds. Whatever takes longer (a machine that
 # swaps, a kernel that hangs) must not hold decode up: it goes on beside it.
 _GIVEN_BACK_WITHIN_S = 1.0
+# A finetune thread of this process gives chunks back in its turn; moving one takes less than this.
+SETTLES_NS = 1_000_000
+
+
+def turn_end_ns(gap_until_ns: int, now_ns: int, *, owed: bool) -> int:
+    """Return until when the finetune thread has a turn before a step; `now_ns`: it has none.
+
+    Args:
+        gap_until_ns: of the step's grant.
+        now_ns: now, CLOCK_MONOTONIC as all here.
+        owed: chunks are asked back: they come in a short turn in which nothing is computed.
+    """
+    until_ns = min(gap_until_ns, now_ns + LONGEST_GAP_NS)
+    if until_ns > now_ns:
+        return until_ns
+    return now_ns + SETTLES_NS if owed else now_ns
 
 
 class _State(Enum):
@@ -59,8 +69,19 @@ class IterationTurn:
     back: bool
 
 
+class RidingStep(Protocol):
+    """A decode step whose products finetune rows may join."""
+
+    @property
+    def done(self) -> float:
+        """Share of the step that is computed, 0 to 1."""
+
+
+Step = TypeVar("Step", bound=RidingStep)
+
+
 @dataclass(frozen=True, slots=True)
-class Ride:
+class Ride(Generic[Step]):
     """A decode step that rides along with a turn.
 
     Attributes:
@@ -68,7 +89,7 @@ class Ride:
         alone_ns: how long the step is predicted to take alone.
     """
 
-    step: RidingPass
+    step: Step
     alone_ns: int
 
     @property
@@ -99,14 +120,14 @@ class Turns:
         self._ended = False
         self.lent = self.rode = self.overdue = 0
         self.wants_ride = self.by_iteration = False
-        self.ride: Ride | None = None
+        self.ride: Ride[Any] | None = None
         self.window_tokens = 0
         self.hybrid: JoinedCost | None = None
         self.policy: Callable[[], str] = str
 
     # Decode's thread.
 
-    def lend(self, until_ns: int, clock: Callable[[], int], ride: Ride | None = None) -> bool:
+    def lend(self, until_ns: int, clock: Callable[[], int], ride: Ride[Any] | None = None) -> bool:
         """Let the finetune thread compute until then at most, and wait for it.
 
         Returns at once where that thread does not wait for a turn.
@@ -132,7 +153,7 @@ class Turns:
         self,
         until_ns: int,
         clock: Callable[[], int],
-        ride: Ride | None,
+        ride: Ride[Any] | None,
         *,
         beat: Callable[[], object],
     ) -> IterationTurn:
@@ -158,7 +179,7 @@ class Turns:
             whole = taken and self._state is _State.DECODE
         return IterationTurn(taken=taken, whole=whole, back=self.recall())
 
-    def offer(self, ride: Ride | None = None) -> bool:
+    def offer(self, ride: Ride[Any] | None = None) -> bool:
         """Let the finetune thread compute from now on; `recall` ends that.
 
         Returns:
@@ -227,30 +248,3 @@ class Turns:
 
     def _is_not(self, state: _State) -> Callable[[], bool]:
         return lambda: self._state is not state
-
-
-class InEngineFinetune(Protocol):
-    """Finetuning in the engine's own process, as the engine starts and ends it.
-
-    Attributes:
-        turns: of the device.
-        run_dir: of the pod, or one of its own where there is no pod.
-    """
-
-    turns: Turns
-    run_dir: RunDir
-
-    def serves(self, model: LlamaModel, streamed: StreamedWeights | None) -> None:
-        """Note whose weights decode computes with; `streamed`: where memory holds some of them."""
-
-    def claimed(self, run_dir: RunDir) -> None:
-        """Note which slot the engine is; from here on the agent finds where to send jobs."""
-
-    def start(self, harvest: RunningHarvest) -> None:
-        """Begin to run jobs; the arena is served, and steps ask the hook."""
-
-    def close(self) -> None:
-        """Have jobs write a checkpoint and end; returns within some seconds."""
-
-    def remove_own_files(self) -> None:
-        """Remove a run directory of its own; the last call."""
