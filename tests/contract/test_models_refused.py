@@ -227,6 +227,33 @@ def test_experts_that_lie_in_one_tensor_are_not_to_be_loaded_into_servers():
     assert refused("q_proj,v_proj", **deployed) is None
 
 
+@pytest.mark.parametrize(
+    ("model", "targets", "lacking"),
+    [
+        ("Llama", "q_proj,k_proj,v_proj", None),
+        ("Llama", "q_proj,v_proj,gate_proj,down_proj", None),
+        ("Llama", "o_proj,down_proj", None),
+        ("Llama", "q_proj", "q_proj only together with v_proj. Name v_proj as well"),
+        ("Llama", "k_proj,v_proj", "k_proj and v_proj only together with q_proj. Name q_proj"),
+        ("Llama", "k_proj", "k_proj only together with q_proj and v_proj"),
+        ("Llama", "up_proj,down_proj", "up_proj only together with gate_proj. Name gate_proj"),
+        ("Nemotron", "up_proj,down_proj", None),
+        ("DeepseekV3", "q_a_proj,kv_a_proj_with_mqa", None),
+        ("DeepseekV3", "q_a_proj", "q_a_proj only together with kv_a_proj_with_mqa. Name"),
+    ],
+)
+def test_modules_that_servers_compute_as_one_are_to_be_adapted_together(model, targets, lacking):
+    """What SGLang's loader makes of these is in tests/sglang/test_sglang_adapters.py."""
+    lora = {"rank": 2, "alpha": 4, "targetModules": targets}
+    spec = small_spec({"lora": lora})
+    named = {"destination": "/out", "deploy": {"enabled": True}}
+    deployed = spec.model_copy(update={"output": type(spec.output).model_validate(named)})
+    tuned = add_adapter(random_model(model), spec)
+    assert not_served(tuned, spec) is None
+    found = not_served(tuned, deployed)
+    assert (lacking in str(found)) if lacking else (found is None)
+
+
 def test_an_embedding_is_told_by_what_it_is_not_by_its_name():
     model = random_model("Llama")
     layer = model.get_decoder().layers[0].mlp

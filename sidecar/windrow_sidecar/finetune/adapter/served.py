@@ -9,8 +9,8 @@ scaled by besides is in their matrices: peft computes the same of both.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -75,20 +75,60 @@ def not_served(model: Any, spec: FinetuneJobSpec) -> UserError | None:  # noqa: 
     """Return why servers would leave out a part of an adapter that is to be loaded; None: nothing.
 
     Experts that lie in one tensor are adapted as parts of it, under names that SGLang passes over.
+    Modules that it computes as one it loads as one: it fails over the others of `_STACKED` where
+    the needed ones are not adapted, some of them at the first request, which ends the server.
 
     Args:
         model: peft's, with the adapter in it.
         spec: the job's.
     """
-    parts = getattr(model.active_peft_config, "target_parameters", None)
-    if not spec.output.deploy.enabled or not parts:
+    if not spec.output.deploy.enabled:
         return None
+    if getattr(model.active_peft_config, "target_parameters", None):
+        return _not_served(
+            "servers leave out an adapter of experts that lie in one tensor",
+            "Name modules outside of the experts",
+        )
+    found = sorted(_lora_layers(model, model.active_adapter))
+    beside: dict[str, set[str]] = {}
+    for name in found:
+        parent, _, last = name.rpartition(".")
+        beside.setdefault(parent, set()).add(last)
+    for parent, adapted in beside.items():
+        there = {name for name, _ in model.get_submodule(parent).named_children()}
+        for stacked, needed in _STACKED:
+            alone, lacking = stacked & adapted, needed - adapted
+            if not alone or not lacking or (alone == {"up_proj"} and "gate_proj" not in there):
+                continue
+            remedy = (
+                f"Name {_listed(lacking)} as well"
+                if lacking <= there
+                else f"Leave {_listed(alone)} out of the targets"
+            )
+            problem = f"servers load {_listed(alone)} only together with {_listed(lacking)}"
+            return _not_served(problem, remedy)
+    return None
+
+
+# Linear layers that SGLang computes as one, and those of them that an adapter of any has to have.
+_STACKED: Final = (
+    (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"q_proj", "v_proj"})),
+    (frozenset({"gate_proj", "up_proj"}), frozenset({"gate_proj"})),
+    *((frozenset({"q_a_proj", "kv_a_proj_with_mqa"}),) * 2,),
+)
+
+
+def _not_served(problem: str, remedy: str) -> UserError:
     return UserError(
-        "servers leave out an adapter of experts that lie in one tensor",
+        problem,
         field="spec.adapter.lora.targetModules",
-        remedy="Name modules outside of the experts, or leave out spec.output.deploy.",
+        remedy=f"{remedy}, or leave out spec.output.deploy.",
         reason=Reason.INVALID_SPEC,
     )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(sorted(names))
 
 
 def _named(model: Any, adapted: set[str]) -> list[str]:  # noqa: ANN401
