@@ -259,7 +259,7 @@ def access_of(
     """Return what the job may reach, for its sidecar; None: no valid policy says."""
     if policy is None or policy.spec is None:
         return None
-    network = network_access(job, policy)
+    network, preparation = network_access(job, policy), policy.spec.access.preparation
     volumes = policy.spec.sidecar.volumes
     trees = [tree_of(policy, volume, job.namespace) for volume in volumes]
     if serves_model and job.spec is not None and job.spec.model.name.startswith("/"):
@@ -272,6 +272,7 @@ def access_of(
         pod_credentials=_may_use_pod_credentials(job, policy),
         shares_worker=policy.spec.access.share_workers,
         serves_model=serves_model,
+        preparation_seconds=preparation.total_seconds() if preparation else 0.0,
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -225,6 +227,36 @@ def test_a_link_to_another_jobs_directory_is_refused_and_nothing_is_written(pod)
     assert (event.user_error, event.reason) == (True, "OutputNotWritable")
     assert f"leads by a link to {other}" in event.detail
     assert list(other.iterdir()) == []
+
+
+def test_a_template_that_computes_in_one_call_ends_no_worker_and_names_the_row(pod):
+    """The rows of the first job, too, are read by a process that can be ended."""
+    model, write = pod.root / "power", pod.write_job
+    shutil.copytree(MODEL, model)
+    (model / "chat_template.jinja").write_text("{{ 7 ** (10 ** 8) }}")
+
+    def of_model(*args, **fields):
+        out = write(*args, **fields)
+        file = pod.run_dir.job_dir(UID) / "job.json"
+        job = json.loads(file.read_text())
+        job["spec"]["model"]["name"] = str(model)
+        file.write_text(json.dumps(job))
+        return out
+
+    pod.write_job = of_model
+    code = (
+        "import sys; from windrow_sidecar.finetune import worker; "
+        "from windrow_sidecar.finetune.data import rendering; "
+        "rendering._RENDER_CPU_S = 1.0; sys.exit(worker.main())"
+    )
+    about = ["--run-dir", str(pod.root), "--job-uid", UID, "--epoch", "1"]
+    worker = pod.start_by([sys.executable, "-c", code, *about])
+    assert worker.wait(120) == Ending.USER_ERROR, pod.logs()
+    until(lambda: pod.agent.events, pod=pod)
+    event = pod.agent.events[-1]
+    assert (event.user_error, event.reason) == (True, "DatasetInvalid")
+    assert event.field.endswith("train.jsonl:1")
+    assert "the chat template computes for more than 1 s" in event.detail
 
 
 def test_bad_input_is_a_failure_that_names_the_field(pod):

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from windrow.access import NetworkAccess
 from windrow.conditions import Reason
+from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
+from windrow.proto.agent_pb2 import WorkerCommand
+from windrow.protocol import JobProgress
+from windrow_sidecar import finetune
 from windrow_sidecar.agent.slot_jobs import SlotJobs
+from windrow_sidecar.finetune.colocated.agent_link import JobAgentLink, worker_hello
+from windrow_sidecar.finetune.colocated.standby import JobOrder
+from windrow_sidecar.finetune.data.network_guard import NetworkGuard, SourceRefused
+from windrow_sidecar.finetune.data.places import find_files
+from windrow_sidecar.finetune.data.remote import NO_CREDENTIALS, Credentials, open_file_system
+from windrow_sidecar.finetune.data.source_access import SourceAccess
 
 
 class Outbox:
@@ -94,3 +107,70 @@ def test_a_full_slot_names_no_job_of_another_namespace():
     assert said == "slot 0 runs job mine"
     said = asyncio.run(offered(assign("red", "tone"), runs[0], most=1))
     assert said == "slot 0 runs a job of another namespace"
+
+
+# What jobs of several namespaces have in common where the policy lets them share a worker
+# (docs/operations/security.md): each test is a sentence there.
+
+
+def test_each_client_of_a_store_is_made_for_one_job_with_its_own_secret():
+    secrets = [
+        Credentials(f"of-{n}", {"AWS_ACCESS_KEY_ID": n, "AWS_SECRET_ACCESS_KEY": n}) for n in "ab"
+    ]
+    made = [open_file_system("s3://b/x", each) for each in (*secrets, secrets[0], NO_CREDENTIALS)]
+    assert len(set(map(id, made))) == 4
+    assert [each.key for each in made] == ["a", "b", "a", None]
+
+
+def test_a_stream_brings_the_secrets_of_its_own_job_alone(tmp_path):
+    links = [JobAgentLink(tmp_path, worker_hello(JobOrder(n, 1), 1), JobProgress) for n in "ab"]
+    for link, token in zip(links, "ab", strict=True):
+        link._hear(WorkerCommand(action="CREDENTIALS", output_secret={"HF_TOKEN": token}))
+    assert [link.credentials()[1]["HF_TOKEN"] for link in links] == ["a", "b"]
+
+
+def test_no_job_changes_the_environment_of_a_worker():
+    """Variables are set before a job is read, or in a process that serves one job."""
+    changes = re.compile(
+        r"environ(\[[^\]]+\] = |\.(setdefault|update|pop)\()|putenv|unsetenv|del os\.environ"
+    )
+    package = Path(finetune.__file__).parent
+    found = {
+        str(file.relative_to(package))
+        for file in package.rglob("*.py")
+        if changes.search(file.read_text())
+    }
+    assert found == {
+        "worker.py",  # as it is imported
+        "in_engine/host.py",  # as the engine starts
+        "data/readers.py",  # a process that reads the rows of one job
+        "job/tracking_client.py",  # a process that reports one job
+        "job/scalars.py",  # how much TensorBoard's library writes
+    }
+
+
+def test_the_network_of_a_shared_worker_is_that_of_all_its_jobs_until_each_has_ended():
+    """Rows are read by a process of one job; models, destinations and checkpoints are not."""
+    guard, inside = NetworkGuard({}), ("127.0.0.1", 443)
+    guard.admit("theirs", NetworkAccess(sources=("storage.example",)))
+    with pytest.raises(SourceRefused):
+        guard.check(inside)
+    guard.admit("mine", NetworkAccess(sources=("127.0.0.1",)))
+    guard.check(inside)
+    guard.forget("mine")
+    with pytest.raises(SourceRefused):
+        guard.check(inside)
+
+
+def test_a_job_names_no_file_by_the_access_of_another_one(tmp_path):
+    for namespace in ("bank", "evil"):
+        (tmp_path / namespace).mkdir()
+        (tmp_path / namespace / "rows.jsonl").write_text("{}\n")
+    of = {name: SourceAccess((tmp_path / name,)) for name in ("bank", "evil")}
+    place = str(tmp_path / "bank" / "rows.jsonl")
+    for reads in ("bank", "evil", "bank"):
+        if reads == "bank":
+            assert find_files(place, access=of[reads])
+            continue
+        with pytest.raises(UserError):
+            find_files(place, access=of[reads])

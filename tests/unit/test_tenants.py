@@ -11,7 +11,7 @@ import pytest
 from windrow.crd import parse_job_spec, parse_policy_spec
 from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
-from windrow.rundir import MOST_SLOTS
+from windrow.rundir import MOST_SLOTS, RunDir
 from windrow_operator import claims, reports, status, tenancy
 from windrow_operator.cluster_state import ClusterState
 from windrow_operator.deploy import Deployments
@@ -31,6 +31,9 @@ from windrow_operator.preemption import victims
 from windrow_operator.reconcile import Command
 from windrow_operator.server_calls import _reason_of
 from windrow_operator.serving import Instance, instances, workers_of_dynamo
+from windrow_sidecar.agent.settings import AgentSettings
+from windrow_sidecar.agent.worker_process import access_document
+from windrow_sidecar.finetune.data.source_access import SourceAccess
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
 NAME = "kubernetes.io/metadata.name"
@@ -88,6 +91,15 @@ def slot(of: CheckedPolicy, name="decode-0", **changes):
 
 
 # --- two sides agree ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("said", "seconds"), [({}, None), ({"preparation": "90s"}, 90.0)])
+def test_the_budget_of_a_jobs_rows_is_the_policys(tmp_path, said, seconds):
+    told = tenancy.access_of(job("prod"), policy(**said))
+    document = access_document(AgentSettings(RunDir(tmp_path)), told)
+    assert SourceAccess.of(document, ()).preparation_s == seconds
+    with pytest.raises(UserError, match="1s or more"):
+        policy(preparation="10ms")
 
 
 @pytest.mark.parametrize("promise", [900.0, 1e9])

@@ -222,7 +222,7 @@ class Assign(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., job_namespace: _Optional[str] = ..., job_name: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., spec_json: _Optional[str] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., leader_term: _Optional[int] = ..., dataset_secret: _Optional[_Mapping[str, str]] = ..., output_secret: _Optional[_Mapping[str, str]] = ..., tracking_secret: _Optional[_Mapping[str, str]] = ..., model_secret: _Optional[_Mapping[str, str]] = ..., checkpoint_path: _Optional[str] = ..., access: _Optional[_Union[Access, _Mapping]] = ...) -> None: ...
 
 class Access(_message.Message):
-    __slots__ = ("readable_trees", "lists_sources", "sources", "private_sources", "pod_credentials", "shares_worker", "serves_model")
+    __slots__ = ("readable_trees", "lists_sources", "sources", "private_sources", "pod_credentials", "shares_worker", "serves_model", "preparation_seconds")
     READABLE_TREES_FIELD_NUMBER: _ClassVar[int]
     LISTS_SOURCES_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +230,7 @@ class Access(_message.Message):
     POD_CREDENTIALS_FIELD_NUMBER: _ClassVar[int]
     SHARES_WORKER_FIELD_NUMBER: _ClassVar[int]
     SERVES_MODEL_FIELD_NUMBER: _ClassVar[int]
+    PREPARATION_SECONDS_FIELD_NUMBER: _ClassVar[int]
     readable_trees: _containers.RepeatedScalarFieldContainer[str]
     lists_sources: bool
     sources: _containers.RepeatedScalarFieldContainer[str]
@@ -237,7 +238,8 @@ class Access(_message.Message):
     pod_credentials: bool
     shares_worker: bool
     serves_model: bool
-    def __init__(self, readable_trees: _Optional[_Iterable[str]] = ..., lists_sources: _Optional[bool] = ..., sources: _Optional[_Iterable[str]] = ..., private_sources: _Optional[bool] = ..., pod_credentials: _Optional[bool] = ..., shares_worker: _Optional[bool] = ..., serves_model: _Optional[bool] = ...) -> None: ...
+    preparation_seconds: float
+    def __init__(self, readable_trees: _Optional[_Iterable[str]] = ..., lists_sources: _Optional[bool] = ..., sources: _Optional[_Iterable[str]] = ..., private_sources: _Optional[bool] = ..., pod_credentials: _Optional[bool] = ..., shares_worker: _Optional[bool] = ..., serves_model: _Optional[bool] = ..., preparation_seconds: _Optional[float] = ...) -> None: ...
 
 class Outputs(_message.Message):
     __slots__ = ("trees", "mounts")

@@ -89,6 +89,7 @@ def access_document(settings: AgentSettings, access: attach_pb2.Access) -> dict[
         "privateSources": access.private_sources,
         "podCredentials": access.pod_credentials,
         "servesModel": access.serves_model if access.HasField("serves_model") else None,
+        "preparationSeconds": access.preparation_seconds,
     }
 
 

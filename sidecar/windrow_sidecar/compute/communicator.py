@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from windrow_sidecar.compute.rank_sockets import RankSockets
+
 
 class Communicator:
     """Collectives of one group of ranks: gloo on a host, NCCL on GPUs.
@@ -44,6 +46,7 @@ class Communicator:
 
         They are on one machine and talk over its loopback (and NVLink), so nothing of them can be
         reached from a network; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another interface.
+        On a host nobody but the ranks is connected to one (see `RankSockets`).
 
         Args:
             rendezvous: the file, in a folder that only this user may read. It need not exist, and
@@ -54,19 +57,25 @@ class Communicator:
             late_after_s: a collective that takes longer fails.
 
         Raises:
-            RuntimeError: not all have come in that time.
+            RuntimeError: not all have come in that time, or another process is connected to one.
         """
+        sockets = RankSockets()
+        store = dist.FileStore(str(rendezvous), ranks)  # type: ignore[attr-defined]
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=dist.FileStore(str(rendezvous), ranks),  # type: ignore[attr-defined]
+            store=store,
             rank=rank,
             world_size=ranks,
             timeout=timedelta(seconds=late_after_s),
         )
         joined = cls(rank, ranks, device)
         joined.sum(torch.zeros(1, device=device))  # every rank has come out of the line above
+        if device.type == "cpu":
+            sockets.check(store, rank, ranks)
+            sockets.refuse_further()
+            joined.sum(torch.zeros(1))  # every rank has read what the others said in the file
         return joined
 
     def close(self) -> None:

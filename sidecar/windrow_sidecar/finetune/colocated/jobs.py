@@ -78,19 +78,17 @@ class InProcess:
     Attributes:
         link: opens the stream of a job; takes what `JobAgentLink` takes.
         pid: of the process that the agent watches.
-        reads_apart: whether the rows of the first job are read by a process of their own as well.
         give_up: called with an ending where a tasklet never ends; the process goes on.
     """
 
     link: Callable[..., JobLink]
     pid: int
-    reads_apart: bool
     give_up: Callable[[int], None]
 
 
 def worker_process() -> InProcess:
     """Return how jobs run in a worker's process, which ends with what is stuck in it."""
-    return InProcess(JobAgentLink, os.getpid(), reads_apart=False, give_up=os._exit)
+    return InProcess(JobAgentLink, os.getpid(), give_up=os._exit)
 
 
 class WorkerJobs:
@@ -241,7 +239,7 @@ class WorkerJobs:
             if self._slot is None:
                 self._slot = self._open_slot()
             job = replace(job, begun=folder.begun)
-            read = self._read_apart(pending) if self._within.reads_apart else None
+            read = self._read_apart(pending)
             context = self._slot.take(job, pending.job_state, read, tell=pending.agent.event)
             return self._job_handle(pending, self._slot, context, folder)
 

@@ -146,7 +146,8 @@ class WorkerSlot:
         Args:
             job: what to do.
             job_state: its own.
-            read: has its rows read elsewhere; None: they are read here.
+            read: has its rows read elsewhere; None: they are read here. Those of ranks are read by
+                the first of them, into the file that all have open.
             tell: hears of a long wait for memory, and of its end.
 
         Raises:
@@ -158,8 +159,10 @@ class WorkerSlot:
         try:
             with job_state.stall.during(LOADING, LOADING_AFTER_S):
                 base = self._load_base(job)
-            rows = read(rows_wanted(job, base)) if read is not None else None
-            if self._group is not None:
+            rows = None
+            if self._group is None:
+                rows = read(rows_wanted(job, base)) if read is not None else None
+            else:
                 with job_state.stall.during(READING):
                     rows = self._group.read(job, base, job_state.stall.renew)
             return self._context(job, base, job_state, rows)

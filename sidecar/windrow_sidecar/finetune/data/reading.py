@@ -15,6 +15,7 @@ from windrow.errors import UserError
 from windrow.redaction import redacted
 from windrow.rows import READ, row_of
 from windrow_sidecar.finetune.data.places import find_files
+from windrow_sidecar.finetune.data.preparation_budget import PreparationBudget
 from windrow_sidecar.finetune.data.reading_memory import bounded_memory
 from windrow_sidecar.finetune.data.records import read_records
 from windrow_sidecar.finetune.data.remote import Credentials
@@ -112,7 +113,7 @@ def read_dataset(
     Raises:
         UserError: a file or row is wrong (the message names up to ten rows with their places), a
             row is longer than the model allows, there are too few rows, or a confined job's rows
-            take too much memory.
+            take too much memory or computing.
         Transient: the place does not answer.
     """
     stored = TokenFile() if into is None else into
@@ -177,6 +178,8 @@ class _Rows:
     ) -> None:
         self._spec, self._tokenizer, self._limits, self._stored = spec, tokenizer, limits, stored
         self._alive, self._credentials, self._access = alive, credentials, access
+        confined = access.trees is not None
+        self._budget = PreparationBudget(access.preparation_s) if confined else None
         self.wrong = _WrongRows(skip=spec.bad_rows == "skip")
         self.notes: list[str] = []
         self.unread: Counter[str] = Counter()
@@ -206,6 +209,11 @@ class _Rows:
                     examples = self._tokenizer.examples(row)
                 except UserError as error:
                     self.wrong.add(error)
+                    examples = ()
+                # Not one of the wrong rows, which may be left out: it ends the reading.
+                if self._budget is not None:
+                    self._budget.count(record.where, self._tokenizer.characters)
+                if not examples:
                     continue
                 for example in examples:
                     _check_fits(example, self._limits)

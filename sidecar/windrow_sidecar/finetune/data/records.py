@@ -97,7 +97,7 @@ def _lines(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
 
 
 def _sized_lines(source: BufferedIOBase, name: str) -> Iterator[DatasetRecord]:
-    lines = iter(lambda: source.readline(MOST_ROW_BYTES + 1), b"")
+    lines, blank_bytes = iter(lambda: source.readline(MOST_ROW_BYTES + 1), b""), 0
     for number, line in enumerate(lines, start=1):
         if len(line) > MOST_ROW_BYTES:
             raise UserError(
@@ -107,7 +107,18 @@ def _sized_lines(source: BufferedIOBase, name: str) -> Iterator[DatasetRecord]:
                 reason=Reason.DATASET_INVALID,
             )
         if line.strip():
+            blank_bytes = 0
             yield DatasetRecord(f"{name}:{number}", line)
+            continue
+        # A packed file of a megabyte can hold blank lines for hours.
+        blank_bytes += len(line)
+        if blank_bytes > MOST_ROW_BYTES:
+            raise UserError(
+                f"blank lines take more than {MOST_ROW_BYTES >> 20} MiB",
+                field=f"{name}:{number}",
+                remedy="Leave them out.",
+                reason=Reason.DATASET_INVALID,
+            )
 
 
 def _array(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:

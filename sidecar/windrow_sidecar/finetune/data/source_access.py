@@ -30,6 +30,7 @@ class SourceAccess:
             its node.
         serves_model: whether decode serves the job's model, which is read where decode reads it;
             None: an older operator does not say.
+        preparation_s: computing time that the job's rows may take; None: as many rows need.
         namespace: of the job; what jobs of others have left is not read as an adapter.
     """
 
@@ -39,6 +40,7 @@ class SourceAccess:
     pod_credentials: bool = True
     serves_model: bool | None = None
     namespace: str = ""
+    preparation_s: float | None = None
 
     def check_url(self, url: str, field: str = _FIELD) -> None:
         """Refuse a URL that the job may not read, by its scheme and host as they are written.
@@ -117,6 +119,7 @@ class SourceAccess:
             pod_credentials=bool(document["podCredentials"]),
             serves_model=document.get("servesModel"),
             namespace=namespace,
+            preparation_s=document.get("preparationSeconds") or None,
         )
 
 

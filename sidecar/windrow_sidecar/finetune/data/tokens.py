@@ -62,6 +62,7 @@ class RowTokenizer:
         # What the tokenizer puts before a text, and rows that have it already.
         self._begin = _put_before(tokenizer)
         self._begun = 0
+        self.characters = 0  # of the texts so far
         self.cut = 0  # rows so far that were longer than that
         self._longest, self._longest_at = 0, ""
         self._blank, self._first_blank = 0, ""
@@ -93,6 +94,7 @@ class RowTokenizer:
         if row.as_served:
             self._as_served += 1
             self._first_as_served = self._first_as_served or row.where
+        self.characters += len(rendered.text)
         _check_is_text(rendered.text, row.where)
         seconds = _ENCODE_CPU_S + len(rendered.text) / _ENCODED_PER_S
         with bounded(row, "the tokenizer", seconds):

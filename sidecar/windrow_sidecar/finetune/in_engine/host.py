@@ -171,14 +171,12 @@ class EngineHost:
             if self._local is not None:
                 for name, order in self._local.items():
                     link = partial(LocalLink, name=name)
-                    within = InProcess(link, os.getpid(), reads_apart=True, give_up=self._abandon)
+                    within = InProcess(link, os.getpid(), give_up=self._abandon)
                     self._run_jobs(order, within)
                 return
             assert self._socket is not None
             while (placed := self._socket.accept()) is not None:
-                within = InProcess(
-                    JobAgentLink, placed.pid, reads_apart=True, give_up=self._abandon
-                )
+                within = InProcess(JobAgentLink, placed.pid, give_up=self._abandon)
                 ending = Ending.FAILED
                 try:
                     ending = self._run_jobs(placed.job, within, placed.await_stop)
