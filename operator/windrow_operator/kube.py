@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import timedelta
@@ -29,6 +30,9 @@ _MERGE = "application/merge-patch+json"
 _STRATEGIC = "application/strategic-merge-patch+json"
 _APPLY = "application/apply-patch+yaml"
 _TIMEOUT_S = 10.0
+_INVALID = 422  # Unprocessable: the server's own code for a name that is none
+# Of a path: names and kinds. `.` and `..` would lead to another object.
+_WORD = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:-]+")
 _PIECE = 250  # objects of one answer to a listing
 # A request that is asked to come back later is repeated, if it is soon and not for ever.
 _BUSY_TRIES, _LONGEST_BUSY_S = 4, 5.0
@@ -238,6 +242,7 @@ class Kube:
         body: Mapping[str, Any] | None = None,
         content_type: str = "application/json",
     ) -> Body:
+        _check_path(path)
         headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = content_type
@@ -266,6 +271,17 @@ class Kube:
                 raise refused
             await asyncio.sleep(pause_s)
         raise AssertionError("unreachable")
+
+
+def _check_path(path: str) -> None:
+    """Refuse a path that names another object than its words say: clients resolve `..` in it.
+
+    Raises:
+        ApiError: as the API server refuses a name.
+    """
+    words = path.partition("?")[0].split("/")[1:]
+    if not all(_WORD.fullmatch(word) for word in words):
+        raise ApiError(_INVALID, f"{path!r} is not the path of an object")
 
 
 def _is_busy(response: aiohttp.ClientResponse) -> bool:

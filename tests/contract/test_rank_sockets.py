@@ -35,7 +35,7 @@ def connects(port: int) -> bool:
         ([(A, B)], [(B, A)], []),
         ([(A, B)], [], [B]),
         ([(A, B), (A, C)], [(B, A)], [C]),
-        ([(A, B)], [(A, B)], [B]),  # said by itself, not by the other end
+        ([(A, B)], [(A, B)], [B]),  # of the same end, not of the other one
     ],
 )
 def test_a_connection_that_no_other_rank_has_leads_to_a_stranger(mine, others, found):

@@ -83,3 +83,15 @@ async def test_who_may_not_write_any_more_asks_nothing(busy):
         await former.replace("/apis/x", {})
     await former.get("/apis/x")
     assert asked == ["GET /apis/x"]
+
+
+@pytest.mark.parametrize("name", ["..", "../../blue/secrets/store", ".", "", "a/%2e%2e/b", "a\\b"])
+async def test_a_name_leads_to_no_other_object(busy, name):
+    """The client resolves dots, so a Secret of another namespace would be read by them."""
+    server, _, asked = busy
+    for call in (server.get, server.delete):
+        with pytest.raises(ApiError, match="is not the path of an object"):
+            await call(f"/api/v1/namespaces/red/secrets/{name}")
+    assert asked == []
+    await server.get("/api/v1/namespaces/red/secrets/a.b-c?x=..")
+    assert asked == ["GET /api/v1/namespaces/red/secrets/a.b-c"]

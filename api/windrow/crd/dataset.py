@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from windrow.crd.texts import Name, Source, Text, takes_credentials
+from windrow.crd.texts import OBJECT_NAME, Source, Text, takes_credentials
 from windrow.crd.values import NAME_MAX, Record, cel, invalid
 from windrow.redaction import redacted
 from windrow.rows import READ
@@ -15,9 +15,12 @@ from windrow.rows import READ
 class SecretRef(Record):
     """A Secret of the job's namespace, which the label `windrow.dev/credentials: "true"` opens."""
 
-    name: Name = Field(
+    name: str = Field(
+        min_length=1,
+        max_length=NAME_MAX,
+        pattern=OBJECT_NAME,
         description="Name of the Secret. Of its keys, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
-        "AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL count for s3://, HF_TOKEN for the Hub."
+        "AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL count for s3://, HF_TOKEN for the Hub.",
     )
 
 

@@ -21,7 +21,7 @@ from pydantic.alias_generators import to_camel
 
 from windrow.access import SOURCE_PATTERN, parse_source
 from windrow.crd.common import CONDITIONS_BY_TYPE, Condition, LabelSelector
-from windrow.crd.texts import Name
+from windrow.crd.texts import OBJECT_NAME, Name
 from windrow.crd.values import (
     NAME_MAX,
     Duration,
@@ -271,7 +271,7 @@ class KeySecret(Record):
     name: str = Field(
         min_length=1,
         max_length=NAME_MAX,
-        pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$",
+        pattern=OBJECT_NAME,
         description="Name of the Secret, which has the label `windrow.dev/credentials: true`.",
     )
     key: str = Field(

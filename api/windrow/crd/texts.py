@@ -16,6 +16,8 @@ from windrow.redaction import redacted
 WRITABLE_SCHEMES = ("", "file", *BUCKET_SCHEMES)
 # Where rows are read from besides: fsspec has a file system for each.
 READABLE_SCHEMES = (*WRITABLE_SCHEMES, "hf", "http", "https")
+# Of an object of the API server: a name that goes into a path there leads to no other object.
+OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 # owner/name, of a dataset on the Hub, or a path.
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -1,9 +1,9 @@
 """Keep others off the TCP connections by which the ranks of one machine talk.
 
-Gloo listens on loopback, without a password, and takes whoever connects with the number that it
-awaits. All containers of a pod share that interface. So ranks compare their connections, over the
-private file that they have met in: each has to lead to another rank. Then the kernel drops whoever
-connects later, by a filter on the sockets that listen.
+Gloo listens on loopback, without a password, and takes any process that connects with the number
+that it awaits. All containers of a pod share that interface. So ranks compare their connections,
+over the private file that they have met in: each has to lead to another rank. Then the kernel drops
+later connections, by a filter on the sockets that listen.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Connection = tuple[End, End]
 
 
 class Store(Protocol):
-    """What ranks meet by (torch's `FileStore`)."""
+    """Words that ranks leave for each other (torch's `FileStore`)."""
 
     def set(self, key: str, value: str) -> None:
         """Say something to all."""
@@ -79,7 +79,7 @@ class RankSockets:
             )
 
     def refuse_further(self) -> None:
-        """Have the kernel drop whoever connects to a socket of these from now on."""
+        """Have the kernel drop connections to these sockets from now on."""
         for each in self._new():
             if each.status == psutil.CONN_LISTEN:
                 drop_connections(each.fd)

@@ -274,6 +274,8 @@ def test_the_stolen_token_changes_no_jobs_spec(thief, blue, prey):
 
 # --- as the owner of jobs and policies ------------------------------------------------------------
 
+# Clients of the API resolve dots in a path.
+BY_DOTS = "../../BLUE/secrets/store"
 # What red's jobs ask for under a policy of blue's that admits them, and what is said of it.
 SHARED_JOBS = {
     "write_in_anothers_folder": ({"destination": "/out/BLUE/tone"}, "write only below /out/RED"),
@@ -290,6 +292,14 @@ SHARED_JOBS = {
     "read_the_pod_by_a_number": ({"source": "http://2130706433/rows.jsonl"}, "private address"),
     "read_a_bucket_as_the_node": ({"source": "s3://blue/rows.jsonl"}, "no credentials"),
     "write_a_bucket_as_the_node": ({"destination": "s3://blue/tone"}, "no credentials"),
+    "use_anothers_secret_by_dots": (
+        {"dataset": {"source": "s3://red/rows.jsonl", "secretRef": {"name": BY_DOTS}}},
+        "spec.dataset.secretRef.name",
+    ),
+    "use_anothers_token_by_dots": (
+        {"model": {"name": "red/base", "secretRef": {"name": BY_DOTS}}},
+        "spec.model.secretRef.name",
+    ),
     "use_a_class_of_the_clusters_own": (
         {"priorityClassName": "system-cluster-critical"},
         "spec.priorityClassName",
