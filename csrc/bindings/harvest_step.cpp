@@ -6,6 +6,7 @@
 
 #include <array>
 #include <bit>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,6 +23,7 @@
 namespace windrow::bindings {
 namespace {
 
+#define WINDROW_STEP_PLACE(name) k_##name,
 constexpr std::size_t kStepFields = sizeof(StepFacts) / sizeof(std::int64_t);
 constexpr std::array<std::string_view, kStepFields> kStepNames{
 #define WINDROW_NAME(name) #name,
@@ -30,26 +32,47 @@ constexpr std::array<std::string_view, kStepFields> kStepNames{
         "tokens",
 };
 
-StepFacts facts_of(const nb::tuple& facts) {
-  if (nb::len(facts) != kStepFields) {
-    throw std::invalid_argument("facts is not a StepInput");
+// The value of one field, which is an exact 64-bit integer. CPython's conversion to `long` reads
+// the digits in place, that to `long long` by a general function of more code.
+std::int64_t field_of(PyObject* facts, std::size_t i) {
+  static_assert(sizeof(long) == sizeof(std::int64_t));
+  const std::int64_t value = PyLong_AsLong(PyTuple_GET_ITEM(facts, i));
+  if (value == -1 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw nb::type_error((std::string(kStepNames[i]) + " is not a 64-bit integer").c_str());
   }
+  return value;
+}
+
+void require_step_input(PyObject* facts) {
+  if (!PyTuple_Check(facts) || static_cast<std::size_t>(PyTuple_GET_SIZE(facts)) != kStepFields) {
+    throw nb::type_error("facts is not a StepInput");
+  }
+}
+
+StepFacts facts_of(PyObject* facts) {
   std::array<std::int64_t, kStepFields> words{};
   constexpr std::size_t kTokens = kStepFields - 1;
   for (std::size_t i = 0; i < kTokens; ++i) {
-    words[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(facts.ptr(), i));
-    if (words[i] == -1 && PyErr_Occurred() != nullptr) {
-      PyErr_Clear();
-      throw nb::type_error((std::string(kStepNames[i]) + " is not a 64-bit integer").c_str());
-    }
+    words[i] = field_of(facts, i);
   }
-  const double tokens = PyFloat_AsDouble(PyTuple_GET_ITEM(facts.ptr(), kTokens));
+  const double tokens = PyFloat_AsDouble(PyTuple_GET_ITEM(facts, kTokens));
   if (tokens == -1 && PyErr_Occurred() != nullptr) {
     PyErr_Clear();
     throw nb::type_error("tokens is not a number");
   }
   words[kTokens] = std::bit_cast<std::int64_t>(tokens);
   return std::bit_cast<StepFacts>(words);
+}
+
+// What `HarvestStep::keeps` reads.
+StepFacts facts_that_matter(PyObject* facts) {
+  enum : std::size_t { WINDROW_STEP_FIELDS(WINDROW_STEP_PLACE) };
+  return {.batch = field_of(facts, k_batch),
+          .waiting = field_of(facts, k_waiting),
+          .admitted_tokens = field_of(facts, k_admitted_tokens),
+          .prefill_tokens = field_of(facts, k_prefill_tokens),
+          .prompts_left = field_of(facts, k_prompts_left)};
 }
 
 // What is of Python's hook: `self` is the object that this is a base of.
@@ -80,6 +103,7 @@ class ArenaSurroundings : public HookSurroundings {
       : object_(std::move(arena)), arena_(nb::cast<Arena&>(object_)), page_(arena_.page()) {}
 
   std::int64_t now_ns() override { return monotonic_ns(); }
+  SharedWord<std::int64_t>* heartbeat() override { return &page_->decodes_heartbeat(); }
   void publish_view(const View& view) override { page_->publish_view(view); }
   void publish_grant(const Grant& grant) override { page_->publish_grant(grant); }
   void beat(std::int64_t now_ns) override { page_->beat(Writer::kDecode, now_ns); }
@@ -231,13 +255,14 @@ class BoundStep {
     show(step_.grant());
   }
 
-  nb::object before_step(nb::handle self, const nb::tuple& facts) {
-    around_->set_self(self);
-    const Grant& grant = step_.before_step(facts_of(facts));
-    if (step_.is_decided_anew()) {
-      show(grant);
+  // Returns a new reference. Most steps end with the first line that they can.
+  PyObject* before_step(PyObject* self, PyObject* facts) {
+    require_step_input(facts);
+    if (!step_.keeps(facts_that_matter(facts))) {
+      around_->set_self(self);
+      show(step_.decides(facts_of(facts)));
     }
-    return newest_;
+    return newest_.inc_ref().ptr();
   }
   nb::object idle(nb::handle self, std::int64_t now_ns) {
     around_->set_self(self);
@@ -272,9 +297,38 @@ class BoundStep {
   nb::object decider_object_;
   BoundDecider& decider_;
   std::unique_ptr<HookSurroundings> around_;
+  nb::object newest_;  // beside what a step reads first
   HarvestStep step_;
-  nb::object newest_;
 };
+
+// Raises in Python what the core threw, as nanobind does for the functions that it calls.
+PyObject* raised(std::exception_ptr thrown) noexcept {
+  try {
+    nb::cpp_function([&thrown] { std::rethrow_exception(thrown); })();
+  } catch (nb::python_error& translated) {
+    translated.restore();
+  }
+  return nullptr;
+}
+
+// As CPython calls a method of one argument, without nanobind's search for an overload and for the
+// types of arguments: ten cache lines that are cold between two decode steps.
+PyObject* before_step(PyObject* self, PyObject* facts) noexcept {
+  if (!nb::inst_ready(self)) {
+    PyErr_SetString(PyExc_TypeError, "before_step needs a HarvestStep whose __init__ was called");
+    return nullptr;
+  }
+  try {
+    return nb::inst_ptr<BoundStep>(self)->before_step(self, facts);
+  } catch (...) {
+    return raised(std::current_exception());
+  }
+}
+
+PyMethodDef step_methods[] = {
+    {"before_step", &before_step, METH_O,
+     "Show the view, decide, grant; a decision stands while nothing it rests on has changed."},
+    {nullptr, nullptr, 0, nullptr}};
 
 // Lets Python's collector see through a step, whose simulated page refers to the engine around it.
 int traverse_step(PyObject* self, visitproc visit, void* arg) {
@@ -293,6 +347,7 @@ int clear_step(PyObject* /*self*/) {
 
 PyType_Slot step_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_step)},
                             {Py_tp_clear, reinterpret_cast<void*>(&clear_step)},
+                            {Py_tp_methods, static_cast<void*>(step_methods)},
                             {0, nullptr}};
 
 void make_step(BoundStep* self, nb::object arena, nb::object clock, nb::object group,
@@ -374,10 +429,6 @@ void bind_harvest_step(nb::module_& module) {
            nb::arg("keeps_reserve"), nb::arg("admission_window_ns"), nb::arg("worker_stale_ns"),
            nb::arg("regrant_ns"), nb::arg("steady_ns"), nb::arg("lending_every_ns"),
            nb::arg("keeps_decisions"))
-      .def("before_step",
-           [](nb::handle_t<BoundStep> self, const nb::tuple& facts) {
-             return nb::inst_ptr<BoundStep>(self)->before_step(self, facts);
-           })
       .def("after_step",
            [](nb::handle_t<BoundStep> self, std::int64_t end_ns, double latency_us) {
              nb::inst_ptr<BoundStep>(self)->after_step(self, end_ns, latency_us);

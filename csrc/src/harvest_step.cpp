@@ -142,7 +142,8 @@ void Lender::watch_draining(std::int64_t now_ns, const Counts& chunks) {
 
 HarvestStep::HarvestStep(StepSurroundings& around, Decider& decider, const StepSettings& settings,
                          const Grant& first)
-    : around_(around),
+    : heartbeat_(around.heartbeat()),
+      around_(around),
       decider_(decider),
       settings_(settings),
       grant_(first),
@@ -150,26 +151,20 @@ HarvestStep::HarvestStep(StepSurroundings& around, Decider& decider, const StepS
       lender_(around, settings_) {}
 
 const Grant& HarvestStep::before_step(const StepFacts& facts) {
-  const std::int64_t begin_ns = around_.now_ns();
-  decided_ =
-      !(begin_ns < steady_until_ns_ && facts.batch == view_.batch && facts.admitted_tokens == 0 &&
-        facts.waiting == 0 && facts.prefill_tokens == 0 && facts.prompts_left == 0 && !news_);
-  if (decided_) {
-    judge(begin_ns);
-    prefilled_ = facts.prefill_tokens > 0 || facts.batch == 0;
-    if (facts.admitted_tokens != 0) {
-      lender_.admit(begin_ns, facts.admitted_tokens);
-    }
-    decide(begin_ns, &facts);
-    if (decider_.during().settled && !is_for_one_step(grant_) && !prefilled_) {
-      steady_until_ns_ = begin_ns + settings_.steady_ns;
-    }
-  } else {
-    // Between two decisions the worker reads nothing of decode but its heartbeat.
-    around_.beat(begin_ns);
-    waiting_since_ns_ = 0;
+  return keeps(facts) ? grant_ : decides(facts);
+}
+
+const Grant& HarvestStep::decides(const StepFacts& facts) {
+  judge(begin_ns_);
+  prefilled_ = facts.prefill_tokens > 0 || facts.batch == 0;
+  if (facts.admitted_tokens != 0) {
+    lender_.admit(begin_ns_, facts.admitted_tokens);
   }
-  cost_ns_ = around_.now_ns() - begin_ns;
+  decide(begin_ns_, &facts);
+  if (decider_.during().settled && !is_for_one_step(grant_) && !prefilled_) {
+    steady_until_ns_ = begin_ns_ + settings_.steady_ns;
+  }
+  cost_ns_ = now_ns() - begin_ns_;
   return grant_;
 }
 

@@ -59,6 +59,10 @@ void SharedPage::beat(Writer writer, std::int64_t now_ns) {
   lines_[index(writer)].heartbeat_ns.store(now_ns, std::memory_order_release);
 }
 
+SharedWord<std::int64_t>& SharedPage::decodes_heartbeat() {
+  return lines_[index(Writer::kDecode)].heartbeat_ns;
+}
+
 std::int64_t SharedPage::heartbeat_age_ns(Writer writer) const {
   return monotonic_ns() - heartbeat(writer);
 }

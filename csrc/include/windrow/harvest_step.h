@@ -7,9 +7,11 @@
 #include <variant>
 #include <vector>
 
+#include "windrow/clock.h"
 #include "windrow/decision.h"
 #include "windrow/lending.h"
 #include "windrow/records.h"
+#include "windrow/shared_word.h"
 
 namespace windrow {
 
@@ -40,6 +42,8 @@ class StepSurroundings {
   virtual ~StepSurroundings() = default;
 
   virtual std::int64_t now_ns() = 0;
+  // Decode's heartbeat in the shared page, in real time; null where both are simulated.
+  virtual SharedWord<std::int64_t>* heartbeat() { return nullptr; }
   // The page.
   virtual void publish_view(const View& view) = 0;
   virtual void publish_grant(const Grant& grant) = 0;
@@ -182,6 +186,26 @@ class HarvestStep {
               const Grant& first);
 
   const Grant& before_step(const StepFacts& facts);
+  // The two halves of `before_step`. Whether the last decision holds for this step, which is all
+  // over then; inline, since most steps end here and each function elsewhere is one more line of
+  // cold code. Of the facts it reads those that `stands_for` names.
+  bool keeps(const StepFacts& facts) {
+    begin_ns_ = now_ns();
+    if (!stands_for(facts)) {
+      return false;
+    }
+    // Between two decisions the worker reads nothing of decode but its heartbeat.
+    if (heartbeat_ != nullptr) {
+      heartbeat_->store(begin_ns_, std::memory_order_release);
+    } else {
+      around_.beat(begin_ns_);
+    }
+    waiting_since_ns_ = 0;
+    cost_ns_ = now_ns() - begin_ns_;
+    return true;
+  }
+  // Decides for a step that `keeps` has just refused.
+  const Grant& decides(const StepFacts& facts);
   // A step over the objective is judged at once, others at the next decision.
   void after_step(std::int64_t end_ns, double latency_us);
   // Decode runs dry: the worker may have the device.
@@ -201,7 +225,6 @@ class HarvestStep {
   void worker_lives(std::int64_t epoch);       // the only one that does; 0: none
 
   void set_terms(const StepTerms& terms) { terms_ = terms; }
-  [[nodiscard]] bool is_decided_anew() const { return decided_; }  // by the last call
   [[nodiscard]] const View& view() const { return view_; }
   [[nodiscard]] const Grant& grant() const { return grant_; }
   [[nodiscard]] std::int64_t cost_ns() const { return cost_ns_; }
@@ -221,6 +244,12 @@ class HarvestStep {
     std::int64_t cost_ns;
   };
 
+  std::int64_t now_ns() { return heartbeat_ != nullptr ? monotonic_ns() : around_.now_ns(); }
+  [[nodiscard]] bool stands_for(const StepFacts& facts) const {
+    return begin_ns_ < steady_until_ns_ && facts.batch == view_.batch &&
+           facts.admitted_tokens == 0 && facts.waiting == 0 && facts.prefill_tokens == 0 &&
+           facts.prompts_left == 0 && !news_;
+  }
   void judge(std::int64_t now_ns);
   [[nodiscard]] bool yields_otherwise(double tokens) const;
   void decide(std::int64_t now_ns, const StepFacts* facts);
@@ -230,25 +259,26 @@ class HarvestStep {
   void mark_action(std::int64_t now_ns);
   void keep(KeptEntry entry);
 
-  StepSurroundings& around_;
-  Decider& decider_;
-  StepSettings settings_;
-  StepTerms terms_;
-  // What a step reads where the last decision still holds is together.
+  // What a step reads where the last decision still holds is together, the view's batch included.
+  SharedWord<std::int64_t>* heartbeat_;
   std::int64_t steady_until_ns_ = 0;
+  std::int64_t begin_ns_ = 0;
   std::int64_t cost_ns_ = 0;
   std::int64_t waiting_since_ns_ = 0;  // since when requests wait; 0: none does
   bool news_ = false;
   bool prefilled_ = false;
-  bool decided_ = false;
   bool present_ = false;
+  View view_;
+  StepSurroundings& around_;
+  Decider& decider_;
+  StepSettings settings_;
+  StepTerms terms_;
   // Requests that decode runs, as its last step showed them; none once it ran dry.
   struct Running {
     std::int64_t batch = 0;
     std::int64_t context_tokens = 0;
   };
   Running running_;
-  View view_;
   Grant grant_;
   std::int64_t objective_us_ = 0;
   std::int64_t published_ns_ = 0;

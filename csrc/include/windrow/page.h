@@ -55,6 +55,8 @@ class SharedPage {
   std::int64_t beat(Writer writer);
   // For a caller that has just read the clock.
   void beat(Writer writer, std::int64_t now_ns);
+  // The word that decode's heartbeat is stored in, for one who stores it at every step.
+  [[nodiscard]] SharedWord<std::int64_t>& decodes_heartbeat();
   // Time since the writer's last sign of life; since boot when it never gave one.
   [[nodiscard]] std::int64_t heartbeat_age_ns(Writer writer) const;
 
