@@ -28,12 +28,13 @@ PACKAGES := $(shell find api cli lab operator sidecar simulator -name '*.py' -no
 # Kept between runs; the C++ tests use the same.
 SANITIZED := build/cpp-address
 
-.PHONY: help setup demo sglang test gpu check e2e test-sglang node test-node chart images packages soak lint bench docs proto figures constraints clean
+.PHONY: help setup demo sglang test test-extended gpu check e2e test-sglang node test-node chart images packages soak lint bench docs proto figures constraints clean
 
 help:
 	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
-	@echo "make test   every test that this machine can run (ARGS=... are handed to pytest;"
+	@echo "make test   what a change may break: units, contracts, one path of each kind (ARGS=... are handed to pytest;"
 	@echo "   PASSES='--only alone' or PASSES='--but \"side by side\"': some of its passes)"
+	@echo "make test-extended   what takes long and seldom breaks; .ci/run plays both (PASSES=... here too)"
 	@echo "make gpu    all that a GPU has to show, within a time (ARGS='--budget 600'; docs/gpu.md)"
 	@echo "make check  lint, the unit tests and the core contracts, after each change"
 	@echo "make e2e    what breaks, fault by fault, on a cluster of this machine's processes, and a comparison (half an hour)"
@@ -119,12 +120,17 @@ $(VENV)/.cuda-headers: $(VENV)/.dependencies
 	    "$${release#*=}" || { echo "NVIDIA's headers cannot be had: their test is skipped"; exit 0; }; \
 	done; touch $@
 
-test: setup $(VENV)/.quantized $(VENV)/.trl $(VENV)/.tracking $(VENV)/.cuda-headers
+BESIDE_THE_ENVIRONMENT := $(VENV)/.quantized $(VENV)/.trl $(VENV)/.tracking $(VENV)/.cuda-headers
+test: setup $(BESIDE_THE_ENVIRONMENT)
 ifeq ($(strip $(ARGS)),)
 	$(PY) tools/run_tests.py test $(PASSES)
 else
 	$(PY) -m pytest $(ARGS)
 endif
+
+# What takes long and an ordinary change seldom breaks; `.ci/run` plays both (CONTRIBUTING.md).
+test-extended: setup $(BESIDE_THE_ENVIRONMENT)
+	$(PY) tools/run_tests.py extended $(PASSES)
 
 check: lint
 	$(PY) tools/run_tests.py check
@@ -133,7 +139,7 @@ e2e: setup
 	$(PY) tools/run_tests.py e2e
 
 test-sglang: sglang
-	SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(if $(SGLANG_VERSION),WINDROW_SGLANG_UNTESTED=1) $(PY) $(if $(strip $(ARGS)),-m pytest $(ARGS),tools/run_tests.py sglang)
+	SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(if $(SGLANG_VERSION),WINDROW_SGLANG_UNTESTED=1) $(PY) $(if $(strip $(ARGS)),-m pytest $(ARGS),tools/run_tests.py sglang $(PASSES))
 
 # Everything of the node ends with the command.
 node: setup

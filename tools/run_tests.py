@@ -56,6 +56,7 @@ PAIRED = ("--numprocesses", "2", *BY_FILE)
 # each module of tests/contract imports torch and what it compares with.
 ALONE_LIES = ("tests/e2e", "tests/gpu", "tests/integration")
 PAIRED_LIES = ("tests/e2e", "tests/integration", "tests/shim")
+EXTENDED_LIES = ("tests/contract", "tests/e2e", "tests/integration", "tests/shim")
 SGLANG_LIES = ("tests/sglang", "tests/integration/test_adapters_in_sglang.py")
 QUANTIZED_LIES = ("tests/contract/test_training_options.py",)
 EQUALITY_LIES = (
@@ -87,22 +88,27 @@ CORE = [
     ),
     "tests/integration/test_engine_model.py",
 ]
+# Of each folder's own command, or of another pass.
+ELSEWHERE = "not quantized and not sglang and not long"
+ALONE, PAIRED_ONLY = f"alone and {ELSEWHERE}", f"paired and {ELSEWHERE}"
+BESIDE_OTHERS = f"not alone and not paired and {ELSEWHERE}"
 PASSES = {
+    # After each change.
     "test": (
-        Pass(
-            "side by side",
-            (
-                *("-m", "not alone and not paired and not quantized and not sglang and not long"),
-                *SIDE_BY_SIDE,
-            ),
-        ),
+        Pass("side by side", ("-m", f"{BESIDE_OTHERS} and not extended", *SIDE_BY_SIDE)),
         # Half of their time is waiting for what a worker does in idle time; four of them would keep
         # each other's from it.
-        Pass("two at a time", ("-m", "paired and not sglang and not long", *PAIRED_LIES, *PAIRED)),
+        Pass("two at a time", ("-m", f"{PAIRED_ONLY} and not extended", *PAIRED_LIES, *PAIRED)),
         # They have the machine to themselves.
-        Pass("alone", ("-m", "alone and not sglang and not long", *ALONE_LIES)),
+        Pass("alone", ("-m", f"{ALONE} and not extended", *ALONE_LIES)),
         # bitsandbytes is beside the environment: peft imports it wherever it is.
         Pass("quantized", ("-m", "quantized", *QUANTIZED_LIES), {"PYTHONPATH": str(QUANTIZED)}),
+    ),
+    # What `.ci/run` plays beside that; CONTRIBUTING.md says what and why.
+    "extended": (
+        Pass(
+            "side by side", ("-m", f"{BESIDE_OTHERS} and extended", *EXTENDED_LIES, *SIDE_BY_SIDE)
+        ),
         # Rounding falls elsewhere in each of torch's families of kernels.
         Pass("equality, plain kernels", EQUALITY, {"ATEN_CPU_CAPABILITY": "default"}),
         Pass(
@@ -111,6 +117,8 @@ PASSES = {
             {"ATEN_CPU_CAPABILITY": "avx2"},
             repeats=avx2_is_the_best,
         ),
+        Pass("two at a time", ("-m", f"{PAIRED_ONLY} and extended", *PAIRED_LIES, *PAIRED)),
+        Pass("alone", ("-m", f"{ALONE} and extended", *ALONE_LIES)),
     ),
     # A server's start is one process that imports; what trains beside one runs alone.
     "sglang": (

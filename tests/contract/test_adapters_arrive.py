@@ -287,6 +287,7 @@ def test_an_adapter_arrives_from_a_repository_of_the_hub(tmp_path, monkeypatch):
     assert names(Path(order["cache"])) == set()
 
 
+@pytest.mark.extended
 def test_an_adapter_arrives_from_a_bucket_and_another_in_its_place_does_not(tmp_path, bucket):
     url, secret = bucket
     digest = adapter(tmp_path / "a")

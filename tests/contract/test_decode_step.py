@@ -55,8 +55,11 @@ CASES = [
     *((gathered, place) for place in (HOST, TOKENS, GPU, GPU_TOKENS)),
     *((static_torch, place) for place in (HOST, TOKENS, GPU, GPU_TOKENS)),
     (static_torch_as_captured, TOKENS),
-    (static_triton, HOST),
-    (static_triton, GPU_TOKENS),
+    # Triton's interpreter takes seconds for each.
+    *(
+        pytest.param((static_triton, place), marks=pytest.mark.extended)
+        for place in (HOST, GPU_TOKENS)
+    ),
 ]
 
 

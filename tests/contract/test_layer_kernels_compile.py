@@ -82,6 +82,7 @@ print(json.dumps({
 WITHOUT_PRODUCTS = {"pack_b", "rotate_back", "cross_entropy", "cross_entropy alone"}
 
 
+@pytest.mark.extended
 def test_kernels_compile_for_hopper(tmp_path):
     pytest.importorskip("triton")
     found = compiled_by(CODE, tmp_path)

@@ -308,6 +308,7 @@ def by_trl(tmp_path_factory):
     return made
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("form", ["text", "turns"])
 def test_tokens_loss_and_gradients_are_those_of_trl(by_trl, form):
     rows, tuned, folder = by_trl[form]

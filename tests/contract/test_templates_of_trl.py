@@ -51,6 +51,7 @@ def learnt(template: str, turns) -> tuple[list[str], Conversations]:
     return [rendered.text[begin:end] for begin, end in rendered.learnt], read
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("turns", [PLAIN, CALLED], ids=["plain", "called"])
 def test_the_answers_of_each_template_are_learnt_and_nothing_of_others(turns):
     if not TEMPLATES.is_dir():

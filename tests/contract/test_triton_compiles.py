@@ -56,6 +56,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.extended
 def test_the_kernels_compile_for_hopper_and_attention_is_pipelined(tmp_path):
     pytest.importorskip("triton")
     found = compiled_by(CODE, tmp_path)

@@ -17,6 +17,7 @@ from windrow_lab.cluster.monitoring import Prometheus
 
 pytestmark = [
     pytest.mark.paired,
+    pytest.mark.extended,
     pytest.mark.timeout(420),
     pytest.mark.skipif(
         shutil.which("prometheus") is None,

@@ -21,6 +21,7 @@ from windrow_lab.cluster.monitoring import Prometheus
 
 pytestmark = [
     pytest.mark.paired,
+    pytest.mark.extended,
     pytest.mark.skipif(
         shutil.which("prometheus") is None,
         reason="no prometheus (Debian: apt-get install prometheus)",

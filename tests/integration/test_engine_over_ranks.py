@@ -120,6 +120,7 @@ def test_answers_are_those_of_one_rank(model, one_rank, ranks, tmp_path):
         server.kill()
 
 
+@pytest.mark.extended
 def test_a_rank_that_ends_ends_the_engine_which_names_it(model, tmp_path):
     run_dir = RunDir(tmp_path)
     server = Server(model, tmp_path, 2, run_dir=tmp_path)
@@ -140,6 +141,7 @@ def test_a_rank_that_ends_ends_the_engine_which_names_it(model, tmp_path):
         server.kill()
 
 
+@pytest.mark.extended
 def test_a_stopped_rank_ends_the_engine_after_the_watchdogs_time(model, tmp_path):
     server = Server(model, tmp_path, 2, "--watchdog-timeout", "1")
     try:
@@ -155,6 +157,7 @@ def test_a_stopped_rank_ends_the_engine_after_the_watchdogs_time(model, tmp_path
         server.kill()
 
 
+@pytest.mark.extended
 def test_when_rank_0_is_killed_the_others_end_with_it(model, tmp_path):
     server = Server(model, tmp_path, 2)
     try:

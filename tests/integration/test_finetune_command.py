@@ -82,6 +82,7 @@ def test_a_job_runs_to_its_adapter_and_leaves_its_curves(tmp_path):
     assert stages == ["base", None, None, "held-out", None, "tuned"]
 
 
+@pytest.mark.extended
 def test_a_job_learns_from_preferences_and_the_plain_loop_refuses_them(tmp_path):
     path = manifest(tmp_path, method="dpo", packing=False, maxSequenceLength=256)
     body = yaml.safe_load(path.read_text())
@@ -156,6 +157,7 @@ def test_a_wrong_row_ends_it_with_file_line_and_remedy(tmp_path):
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.extended
 def test_jobs_share_a_base_and_one_with_a_wrong_row_ends_alone(tmp_path):
     paths = [manifest(tmp_path / name, seed=seed) for seed, name in enumerate("abc")]
     paths[1].write_text(paths[1].read_text().replace("badRows: skip", "badRows: fail"))
@@ -192,6 +194,7 @@ def test_a_device_that_cannot_be_had_is_told_in_one_line(tmp_path, arguments, wo
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.extended
 def test_a_run_that_only_measures_prints_its_figures_and_leaves_no_adapter(tmp_path):
     done = subprocess.run(
         [*COMMAND, manifest(tmp_path), "--units=1", "--seconds=0.1"],
@@ -234,6 +237,7 @@ def test_a_manifest_that_is_wrong_starts_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.extended
 def test_a_job_writes_to_a_bucket_and_goes_on_from_there_on_another_machine(bucket, tmp_path):
     url, secret = bucket
     system = fsspec.filesystem("s3", **storage_options(url, Credentials("s3", secret)))

@@ -112,6 +112,7 @@ def test_a_worker_whose_command_was_killed_writes_a_checkpoint_that_an_immediate
     assert "Traceback" not in log
 
 
+@pytest.mark.extended
 def test_a_worker_that_only_measures_ends_with_the_command_that_was_killed(tmp_path):
     # It says nothing until it is done, so no closed pipe ends it.
     with started(manifest(tmp_path, **ENDLESS), "--seconds=3600") as process:
@@ -125,6 +126,7 @@ def test_a_worker_that_only_measures_ends_with_the_command_that_was_killed(tmp_p
     wait_until(lambda: not is_running(worker), "the worker has ended")
 
 
+@pytest.mark.extended
 def test_a_disk_that_takes_no_checkpoint_is_told_at_the_first_one_and_leaves_no_half_adapter(
     tmp_path,
 ):
@@ -159,6 +161,7 @@ def disk(tmp_path):
         yield mounted
 
 
+@pytest.mark.extended
 def test_a_disk_that_was_full_for_a_while_costs_checkpoints_and_no_work(tmp_path, disk):
     path = manifest(tmp_path, **ENDLESS)
     with started(path) as process:

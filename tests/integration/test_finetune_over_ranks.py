@@ -37,6 +37,7 @@ def folder(killed):
     return killed[0]
 
 
+@pytest.mark.extended
 def test_a_rank_that_is_killed_ends_the_job_by_its_name_and_the_checkpoint_stays(killed):
     _, code, said = killed
     assert (code, said["state"]) == (1, "Failed")
@@ -44,6 +45,7 @@ def test_a_rank_that_is_killed_ends_the_job_by_its_name_and_the_checkpoint_stays
     assert said["notes"][0] == "the model is cut over 2 ranks"
 
 
+@pytest.mark.extended
 def test_other_ranks_end_with_the_first_one(folder):
     before = checkpoints(folder)[-1].name
     with started(manifest(folder, **ENDLESS), "--tp", "2", "--json") as process:
@@ -56,6 +58,7 @@ def test_other_ranks_end_with_the_first_one(folder):
     assert "the worker ended without a word" in json.loads(out)["message"]
 
 
+@pytest.mark.extended
 def test_a_job_goes_on_over_another_number_of_ranks_and_leaves_a_plain_adapter(folder):
     step = int(checkpoints(folder)[-1].name.split("-")[1])
     _, over_four = finetune(manifest(folder, maxSteps=step + 1), "--tp", "4")

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import first_light
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.extended]
 
 
 def run(out: Path, *flags: str) -> int:

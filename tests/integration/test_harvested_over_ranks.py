@@ -31,6 +31,7 @@ RANKS = 2
 
 pytestmark = [
     pytest.mark.paired,
+    pytest.mark.extended,
     pytest.mark.skipif(
         len(os.sched_getaffinity(0)) < 2, reason="a host device has two cores at least"
     ),

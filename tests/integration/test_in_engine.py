@@ -109,6 +109,7 @@ def engine(tmp_path_factory) -> Iterator[Engine]:
     started.close()
 
 
+@pytest.mark.extended
 def test_a_job_that_fails_ends_alone_and_the_next_one_succeeds(engine):
     answer = engine.complete()
     said = engine.until_said("job good SUCCEEDED")
@@ -130,6 +131,7 @@ def test_requests_are_answered_while_it_trains_in_the_gaps_before_steps(engine):
     assert any(step.finetune_units for step in steps)
 
 
+@pytest.mark.extended
 def test_the_end_of_the_engine_is_survived_by_a_checkpoint(engine):
     engine.until_said("job endless STARTED")
     wait_until(
@@ -150,6 +152,7 @@ def test_the_end_of_the_engine_is_survived_by_a_checkpoint(engine):
     assert list((engine.folder / "endless").rglob("step-*"))
 
 
+@pytest.mark.extended
 def test_a_worker_of_the_agent_relays_its_job_to_the_engine(engine, tmp_path):
     sharing = engine  # has ended: it would train meanwhile
     run_dir = RunDir(tmp_path)

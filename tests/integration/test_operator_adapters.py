@@ -218,6 +218,7 @@ def endpoint(cluster, control_plane, tmp_path):
     assert server.wait(timeout=30) == 0, (tmp_path / "api.log").read_text()
 
 
+@pytest.mark.extended
 def test_openais_client_tunes_a_model_and_calls_it(cluster, fronts, endpoint, kube):
     url, place = endpoint
     own = {"matchLabels": {"kubernetes.io/metadata.name": cluster.namespace}}

@@ -87,6 +87,7 @@ def test_an_answer_that_never_comes_back_places_a_job_once(cluster, slot, proxy)
     succeeds(cluster, slot, assigned)
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(240)
 def test_a_watch_that_tells_of_nothing_is_made_up_for_by_a_listing(cluster, slot, proxy):
     silence = Fault(watches(FINETUNE_JOB.plural, HARVEST_POLICY.plural), "mute")

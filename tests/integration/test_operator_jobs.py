@@ -687,6 +687,7 @@ def test_the_operator_ends_within_two_seconds_with_a_sidecar_attached(placed):
     assert seconds < 4  # two, and as much again for a machine that is busy with other tests
 
 
+@pytest.mark.extended
 def test_a_job_waits_for_its_secret_and_its_worker_alone_is_told_it(cluster):
     cluster.policy()
     sidecar = cluster.attach(cluster.pod())

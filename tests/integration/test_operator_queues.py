@@ -138,6 +138,7 @@ def test_without_kueue_a_job_with_a_queue_says_so_and_does_not_run(cluster):
     assert not cluster.condition("Admitted")
 
 
+@pytest.mark.extended
 def test_the_example_is_what_kueues_definitions_take(queues):
     bodies = list(yaml.safe_load_all((ROOT / "examples" / "kueue.yaml").read_text()))
     assert len(bodies) == 5
@@ -179,6 +180,7 @@ def test_a_job_has_a_workload_waits_for_admission_and_ends_with_it(cluster, queu
     assert (ended["status"], ended["reason"]) == ("True", "Succeeded")
 
 
+@pytest.mark.extended
 def test_a_job_that_is_evicted_stops_with_a_checkpoint_and_gives_its_quota_back(cluster, queues):
     sidecar = slot(cluster)
     cluster.job(labels=QUEUED)
@@ -212,6 +214,7 @@ def test_a_job_that_is_evicted_stops_with_a_checkpoint_and_gives_its_quota_back(
     assert again.checkpoint_path.endswith("step-00000012-00000")
 
 
+@pytest.mark.extended
 def test_a_workload_that_somebody_deletes_ends_the_admission_and_is_made_again(cluster, queues):
     sidecar = slot(cluster)
     cluster.job(labels=QUEUED)
@@ -224,6 +227,7 @@ def test_a_workload_that_somebody_deletes_ends_the_admission_and_is_made_again(c
     assert queues.await_workload("tone")["metadata"]["uid"] != first["metadata"]["uid"]
 
 
+@pytest.mark.extended
 def test_a_suspended_job_has_no_quota_and_its_queue_may_change(cluster, queues):
     sidecar = slot(cluster)
     cluster.job(labels=QUEUED)
@@ -249,6 +253,7 @@ def test_a_suspended_job_has_no_quota_and_its_queue_may_change(cluster, queues):
     assert sidecar.next("assign").epoch == 2
 
 
+@pytest.mark.extended
 def test_a_workload_that_asks_for_less_than_a_slot_does_not_admit_its_job(cluster, queues):
     slot(cluster)
     cluster.job(labels=QUEUED)
@@ -264,6 +269,7 @@ def test_a_workload_that_asks_for_less_than_a_slot_does_not_admit_its_job(cluste
     assert cluster.await_state("Queued")["state"] == "Queued"
 
 
+@pytest.mark.extended
 def test_a_check_of_headroom_sends_a_job_back_and_admits_it_once_a_slot_takes_it(cluster, queues):
     spec = {"controllerName": "windrow.dev/headroom"}
     least = {"windrow.dev/least-tokens-per-second": "5000"}
@@ -325,6 +331,7 @@ def test_an_operator_without_rights_in_kueue_says_so_and_what_gives_them(kube, c
     cluster.await_state("Queued")
 
 
+@pytest.mark.extended
 def test_a_priority_class_that_does_not_exist_is_named(cluster, queues):
     cluster.job(labels={**QUEUED, "kueue.x-k8s.io/priority-class": "rush"})
     wait_until(

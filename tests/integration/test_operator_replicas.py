@@ -170,6 +170,7 @@ def test_a_leader_that_ends_hands_over_at_once(replicas, cluster):
     assert time.monotonic() - began < 8.0
 
 
+@pytest.mark.extended
 def test_a_leader_that_was_stopped_can_do_nothing_when_it_goes_on(replicas, cluster):
     former, other = replicas.leader, replicas.other
     _, assigned, pod = run_a_job(cluster)
@@ -191,6 +192,7 @@ def test_a_leader_that_was_stopped_can_do_nothing_when_it_goes_on(replicas, clus
     assert [e.reason for e in events].count("Placed") == 1
 
 
+@pytest.mark.extended
 def test_a_registration_that_somebody_changed_is_restored(replicas, kube):
     api = client.AdmissionregistrationV1Api(kube)
     name = "windrow-operator"
@@ -211,6 +213,7 @@ def test_a_registration_that_somebody_changed_is_restored(replicas, kube):
     wait_until(there, "the registration is there again")
 
 
+@pytest.mark.extended
 async def test_a_lease_that_is_deleted_is_made_again_in_the_same_term(control_plane, namespace):
     server = await Kube.connect(control_plane.kubeconfig)
     lease = LeaderLease(

@@ -103,6 +103,7 @@ def cluster(plane, store, tmp_path):
         print(operator.log.read_text()[-20000:])
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(400)
 def test_what_runs_goes_on_and_what_the_snapshot_does_not_know_ends(cluster, store, plane):
     cluster.policy()

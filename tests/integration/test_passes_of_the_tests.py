@@ -1,4 +1,4 @@
-"""`make test` runs every pass, also after a red one, and its last lines say what was red."""
+"""Each command of the tests runs all of its passes, also after a red one, and says what was red."""
 
 from __future__ import annotations
 
@@ -120,17 +120,31 @@ def test_a_command_line_chooses_passes_by_name(tool, capsys):
 
 @pytest.mark.parametrize(
     ("marks", "passes"),
-    [(set(), 1), ({"alone"}, 1), ({"paired"}, 1), ({"quantized"}, 1), ({"sglang"}, 0)],
+    [
+        *((marks, 1) for marks in (set(), {"alone"}, {"paired"}, {"quantized"})),
+        *(({"extended", *marks}, 1) for marks in ((), ("alone",), ("paired",))),
+        *(({mark}, 0) for mark in ("sglang", "long")),
+    ],
 )
 def test_each_test_belongs_to_one_pass_but_for_those_with_a_command_of_their_own(
     tool, marks, passes
 ):
-    first = [this.arguments[1] for this in tool.PASSES["test"] if this.arguments[1] != "equality"]
-    has = {mark: mark in marks for mark in ("alone", "paired", "quantized", "sglang", "long")}
-    assert [eval(expression, {}, has) for expression in first].count(True) == passes
+    """Both suites together, which is what `.ci/run` plays; equality alone comes again."""
+    both = [this.arguments[1] for suite in ("test", "extended") for this in tool.PASSES[suite]]
+    known = ("alone", "paired", "quantized", "sglang", "long", "extended")
+    has = {mark: mark in marks for mark in known}
+    found = [eval(expression, {}, has) for expression in both if expression != "equality"]
+    assert found.count(True) == passes
 
 
-@pytest.mark.parametrize("mark", ["alone", "paired", "quantized", "equality"])
+def test_what_is_extended_is_in_no_pass_of_make_test(tool):
+    for marks in (set(), {"alone"}, {"paired"}):
+        has = {mark: mark in marks for mark in ("alone", "paired", "quantized", "sglang", "long")}
+        for this in tool.PASSES["test"]:
+            assert not eval(this.arguments[1], {}, has | {"extended": True})
+
+
+@pytest.mark.parametrize("mark", ["alone", "paired", "quantized", "equality", "extended"])
 def test_what_has_a_mark_lies_where_its_passes_look(tool, mark):
     looked = [ROOT / place for place in getattr(tool, f"{mark.upper()}_LIES")]
     marked = [
@@ -154,7 +168,7 @@ def test_equality_on_avx2_kernels_is_tried_where_torch_has_better_ones(
     tool, monkeypatch, flags, left_out
 ):
     monkeypatch.setattr(Path, "read_text", lambda _: f"flags : fpu {flags}\n")
-    left = {this.name for this in tool.PASSES["test"] if this.repeats()}
+    left = {this.name for this in tool.PASSES["extended"] if this.repeats()}
     assert left == ({"equality, AVX2 kernels"} if left_out else set())
 
 

@@ -45,6 +45,7 @@ def test_the_plan_of_a_step_names_phases_layers_tokens_bytes_and_times():
     assert passed["fwd"] == passed["bwd"] >= shown["layers"]
 
 
+@pytest.mark.extended
 def test_the_bytes_of_a_plan_are_those_that_the_graphs_of_its_layers_keep():
     done = plan("examples/finetunejob.yaml", "--json")
     assert done.returncode == 0, done.stderr

@@ -216,6 +216,7 @@ def decode_like_pod():
     }
 
 
+@pytest.mark.extended
 def test_a_native_sidecar_starts_before_and_ends_after_the_containers(node, kube, pods):
     pods.create("decode-0", **decode_like_pod())
     pod = pods.await_ready("decode-0")
@@ -241,6 +242,7 @@ def test_a_native_sidecar_starts_before_and_ends_after_the_containers(node, kube
     assert len(left) == 1, "the supervisor alone stays"
 
 
+@pytest.mark.extended
 def test_a_sidecar_that_is_killed_comes_back_while_the_container_goes_on(node, pods):
     pods.create("decode-0", **decode_like_pod())
     before = pods.await_ready("decode-0").status
@@ -258,6 +260,7 @@ def test_a_sidecar_that_is_killed_comes_back_while_the_container_goes_on(node, p
     assert after.container_statuses[0].restart_count == 0
 
 
+@pytest.mark.extended
 def test_a_container_that_crashes_is_started_again_after_a_growing_delay(node, pods):
     pods.create("crash", containers=[python("main", "import sys; sys.exit(3)")])
 
@@ -270,6 +273,7 @@ def test_a_container_that_crashes_is_started_again_after_a_growing_delay(node, p
     wait_until(lambda: any(r == "BackOff" for r, _ in pods.events("crash")), "a BackOff event")
 
 
+@pytest.mark.extended
 def test_what_a_killed_container_started_dies_with_it(node, pods, tmp_path):
     orphan = tmp_path / "orphan.pid"
     code = (
@@ -339,6 +343,7 @@ def test_probes_decide_on_readiness_and_on_restarts(node, pods):
     assert any(reason == "Unhealthy" for reason, _ in pods.events("web"))
 
 
+@pytest.mark.extended
 def test_a_pod_that_asks_for_what_is_missing_waits_and_says_so(node, pods):
     source = {"configMapKeyRef": {"name": "later", "key": "word"}}
     code = "import os; print(os.environ['WORD'])"
@@ -361,6 +366,7 @@ def test_a_pod_that_asks_for_what_is_missing_waits_and_says_so(node, pods):
     assert node.log_of(pods.namespace, "waits", "main") == "here\n"
 
 
+@pytest.mark.extended
 def test_a_container_that_ignores_sigterm_is_killed_when_its_grace_is_over(node, pods):
     code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); "
     code += "[signal.pause() for _ in iter(int, 1)]"
@@ -372,6 +378,7 @@ def test_a_container_that_ignores_sigterm_is_killed_when_its_grace_is_over(node,
     assert not is_running(int(status.container_id.removeprefix("process://")))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_however_the_node_ends_its_containers_end_and_its_successor_runs_them_again(
     node, pods, signum
@@ -393,6 +400,7 @@ def test_however_the_node_ends_its_containers_end_and_its_successor_runs_them_ag
     pods.await_ready("decode-0")
 
 
+@pytest.mark.extended
 def test_an_ephemeral_container_runs_beside_decode_and_ends_with_the_pod(node, pods):
     pods.create("decode-0", **decode_like_pod())
     before = pods.await_ready("decode-0")

@@ -62,6 +62,7 @@ def known(tmp_path_factory):
         yield prometheus.url, end
 
 
+@pytest.mark.extended
 def test_tenants_get_what_their_slots_gained_in_the_period_and_nothing_from_before(known):
     url, end = known
     told = from_prometheus(url, end - timedelta(hours=1), end, 2.0)
@@ -77,6 +78,7 @@ def test_tenants_get_what_their_slots_gained_in_the_period_and_nothing_from_befo
     assert told.total.worth == pytest.approx(told.total.tokens / 10 / 3600 * 2.0)
 
 
+@pytest.mark.extended
 def test_the_bars_cover_the_period_and_add_up_to_what_the_table_says(known):
     url, end = known
     begin = end - timedelta(hours=1)
@@ -88,6 +90,7 @@ def test_the_bars_cover_the_period_and_add_up_to_what_the_table_says(known):
     assert abs(of_one[-1].begin + width - end) < timedelta(seconds=1)
 
 
+@pytest.mark.extended
 def test_a_period_in_which_nothing_was_scraped_has_no_tenant(known):
     url, end = known
     told = from_prometheus(url, end - timedelta(days=3), end - timedelta(days=2), None)

@@ -38,6 +38,7 @@ def answer(tmp_path_factory) -> str:
         resident.close()
 
 
+@pytest.mark.extended
 def test_answers_are_those_of_an_engine_that_holds_all_layers_while_jobs_train(engine, answer):
     assert engine.complete() == answer
     said = engine.until_said("job good SUCCEEDED")

@@ -56,6 +56,7 @@ def job_of(asked, held=None, sources=None, *, confined=True) -> JobSpec:
 
 # Both clients at once: their processes take seconds to load what they import, and have deadlines.
 @pytest.mark.alone
+@pytest.mark.extended
 @pytest.mark.skipif(not CLIENTS.is_dir(), reason="the clients are not here: make test brings them")
 def test_both_clients_report_what_a_job_does(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(CLIENTS))
@@ -93,6 +94,7 @@ def test_both_clients_report_what_a_job_does(tmp_path, monkeypatch):
 
 
 @pytest.mark.alone
+@pytest.mark.extended
 @pytest.mark.skipif(not CLIENTS.is_dir(), reason="the clients are not here: make test brings them")
 def test_files_of_an_offline_run_reach_the_jobs_folder_and_no_link_of_it(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(CLIENTS))

@@ -11,7 +11,7 @@ from worker_pod import UID, Lending, Pod, until
 from windrow.protocol import Ending
 from windrow_sidecar.turn import read_turn
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.alone, pytest.mark.extended, pytest.mark.timeout(240)]
 
 HANGING = Path(__file__).with_name("hanging_worker.py")
 

@@ -24,7 +24,7 @@ from windrow_sidecar.finetune.data.remote import (
 )
 
 STEPS = 4
-pytestmark = [pytest.mark.paired, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.paired, pytest.mark.extended, pytest.mark.timeout(900)]
 LOADS = 240.0  # seconds, on a machine that others use
 
 

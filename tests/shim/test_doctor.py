@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from worker_pod import ROOT
 
 FAKE_MPS = ROOT / "tests" / "contract" / "fake_mps_control.py"
@@ -51,6 +52,7 @@ def doctor(environ: dict[str, str]) -> tuple[int, dict[str, dict]]:
     return done.returncode, found
 
 
+@pytest.mark.extended
 def test_over_shim_and_stand_in_every_check_passes(shim, tmp_path):
     environ = shim.environment(computes=True, TRITON_CACHE_DIR=str(tmp_path / "cache"))
     environ |= {"PATH": with_mps(tmp_path), "WINDROW_STANDIN_MPS": "1"}
@@ -72,6 +74,7 @@ print(found.ok, found.found, "|", found.remedy)
 """
 
 
+@pytest.mark.extended
 def test_nvml_that_knows_no_such_gpu_or_names_strange_processes_is_told(shim, tmp_path):
     environ = nvml(tmp_path, LD_LIBRARY_PATH=f"{shim.folder}:{tmp_path}")
     assert shim.run(NVML_CHECK, **environ).startswith("True stand-in 1")
@@ -83,6 +86,7 @@ def test_nvml_that_knows_no_such_gpu_or_names_strange_processes_is_told(shim, tm
     assert "hostPID" in said
 
 
+@pytest.mark.extended
 def test_memory_that_does_not_go_between_clients_of_mps_is_found_out(shim, tmp_path):
     code = """
 from windrow_sidecar.compute import gpu_check
@@ -105,6 +109,7 @@ gpu_check.main()
     assert "sharing: temporal" in said
 
 
+@pytest.mark.extended
 def test_a_process_that_mps_did_not_connect_is_found_out(shim, tmp_path):
     code = """
 from windrow_sidecar.compute.gpu_check import CHECKS, run
@@ -116,6 +121,7 @@ print(found.ok, found.found, found.remedy)
     assert "hostPID" in said
 
 
+@pytest.mark.extended
 def test_a_driver_that_is_too_old_for_torch_is_told_with_both_versions(shim):
     code = """
 from windrow_sidecar.compute.finding import find_device

@@ -61,6 +61,7 @@ print(captures.graphs)
     assert shim.run(ENGINE + code, model, computes=True).splitlines()[-1] == "3"
 
 
+@pytest.mark.extended
 def test_a_step_waits_for_the_device_once_also_where_tokens_are_drawn(shim, model):
     """A wait between the graph and what draws from its logits would show the host's time."""
     code = """
@@ -83,6 +84,7 @@ print(counted)
     assert json.loads(said)[2:] == [1] * 4
 
 
+@pytest.mark.extended
 def test_triton_is_tried_at_the_start_and_its_kernels_are_captured(shim, model, tmp_path):
     code = """
 import ctypes
@@ -102,6 +104,7 @@ WAYS_TO_FAIL = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("lacking", WAYS_TO_FAIL)
 def test_where_triton_cannot_launch_torchs_attention_serves_and_one_line_says_why(
     shim, model, tmp_path, lacking
@@ -126,6 +129,7 @@ except UserError as error:
     assert said[-1] == "--attention-backend NoTriton"
 
 
+@pytest.mark.extended
 def test_another_thread_may_take_memory_while_a_step_is_captured(shim):
     """A capture of the mode `global` ends where any thread does."""
     code = """
@@ -144,6 +148,7 @@ print(GraphRunner(compute).capture([1, 2]).graphs)
     assert shim.run(code) == "2"
 
 
+@pytest.mark.extended
 def test_a_confined_decode_replays_the_graphs_of_the_share_that_was_decided(shim, model, tmp_path):
     """As `WINDROW_DECODE_PARTITION=green` has it: a set of graphs for each of decode's shares."""
     (tmp_path / "control").touch()

@@ -17,7 +17,7 @@ from worker_pod import ROOT
 
 from windrow_sidecar.qos.levels import GPU_SHARES
 
-pytestmark = [pytest.mark.paired, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.paired, pytest.mark.extended, pytest.mark.timeout(900)]
 
 FAKE_MPS = ROOT / "tests" / "contract" / "fake_mps_control.py"
 SMALLEST = ["--driver=cuda", "--shape=tiny", "--quick", "--seconds=2", "--batch=2"]

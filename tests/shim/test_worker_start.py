@@ -47,6 +47,7 @@ print(slot.device.free_bytes() - left)
     assert json.loads(counts.read_text())["most_device_bytes"] == 0, "torch has memory of its own"
 
 
+@pytest.mark.extended
 def test_tensors_that_live_until_the_process_ends_are_freed_after_libcuda_without_a_word(
     shim, tmp_path
 ):
@@ -60,6 +61,7 @@ print(len(builtins.kept))
     assert shim.run(SLOT + code, tmp_path) == "2"
 
 
+@pytest.mark.extended
 def test_a_tensor_of_decodes_weights_does_not_come_before_the_allocator(shim, tmp_path):
     """DLPack asks torch for the current stream, which initialises CUDA."""
     code = """
@@ -79,6 +81,7 @@ print(weights.device, int(weights[:8].cpu().sum()))
         shim.run(early, tmp_path)
 
 
+@pytest.mark.extended
 def test_a_stream_of_a_partition_outlives_it_while_torch_computes_there(shim):
     code = """
 import gc, torch
@@ -112,6 +115,7 @@ device = CudaDevice()
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("options", "losses", "begins"),
     [
@@ -164,6 +168,7 @@ print(len(found), len(shapes))
     assert n > 4 * shapes
 
 
+@pytest.mark.extended
 def test_a_job_on_a_gpu_goes_on_from_a_checkpoint_that_was_read_on_the_host(shim):
     code = """
 from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal
@@ -188,6 +193,7 @@ print(bit_equal(adapter_of(whole), adapter_of(second)))
     assert shim.run(WAITS + code, computes=True).split() == ["True"] * 3
 
 
+@pytest.mark.extended
 def test_a_checkpoint_is_copied_behind_what_the_share_has_computed(shim):
     """Its thread has torch's default stream, for which streams of shares do not wait."""
     code = """
@@ -240,6 +246,7 @@ def step_of(pod: Pod) -> int:
 
 
 @pytest.mark.paired
+@pytest.mark.extended
 def test_a_job_learns_beside_decode_with_all_of_its_memory_in_lent_chunks(pod):
     worker = started(pod)
     until(lambda: worker.poll() is not None, pod=pod, within=120)
@@ -257,6 +264,7 @@ def test_a_job_learns_beside_decode_with_all_of_its_memory_in_lent_chunks(pod):
 
 
 @pytest.mark.paired
+@pytest.mark.extended
 def test_a_job_over_decodes_weights_leaves_every_chunk_and_goes_on_in_others(pod):
     worker = started(pod, maxSteps=100_000)
     until(lambda: step_of(pod) >= 2, pod=pod, worker=worker)
@@ -271,6 +279,7 @@ def test_a_job_over_decodes_weights_leaves_every_chunk_and_goes_on_in_others(pod
 
 
 @pytest.mark.paired
+@pytest.mark.extended
 @pytest.mark.parametrize("pod", [True], indirect=True)
 def test_a_client_of_mps_computes_on_the_share_that_is_granted_and_on_the_whole(pod):
     worker = started(pod, maxSteps=100_000)
@@ -284,6 +293,7 @@ def test_a_client_of_mps_computes_on_the_share_that_is_granted_and_on_the_whole(
 
 
 @pytest.mark.paired
+@pytest.mark.extended
 def test_a_worker_that_is_no_client_waits_for_the_whole_beside_a_decode_that_grants_parts(pod):
     worker = pod.start(maxSteps=100_000)
     until(lambda: pod.decode.offer.job_epoch == 1, pod=pod, worker=worker)

@@ -21,7 +21,7 @@ from support.small_disk import small_disk
 from windrow.eventlog import MarkEvent, StepEvent
 from windrow_sidecar.finetune.colocated.agent_link import LOOK_EVERY_S, SILENT_AFTER_S
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.alone, pytest.mark.extended, pytest.mark.timeout(600)]
 
 STEPS = 28
 LONGER = 120  # where the fault lasts for seconds: the job is not to end under it
