@@ -23,41 +23,45 @@ _PASS = re.compile(
 )
 _TOTAL = re.compile(r"^=+ (?P<counts>\d.*) in (?P<wall>[0-9.]+)s =+$")
 _SUMMARY = "summary of all passes"
+# Of tools/run_parts.py: what begins, and what its last lines say of each part and of all.
+_PART = re.compile(r"^#+ make (?P<target>test[a-z-]*)\b")
+_TOOK = re.compile(r"^(?P<wall>[0-9]+) s: (?P<part>.*)$")
+_ALL_PARTS = "all parts"
+_LABELS = {"test": "", "test-extended": "extended, ", "test-sglang": "SGLang, "}
 
 
 def main() -> int:
     """Read, print and write the figures."""
     parser = arguments(__doc__)
     parser.add_argument("log", type=Path, help="output of make test or .ci/run")
-    parser.add_argument("--seconds", type=float, help="that .ci/run took, where it is its output")
     options = parser.parse_args()
     results = [*_figures(options.log.read_text(encoding="utf-8", errors="replace").splitlines())]
     if not results:
         print(f"{options.log} has no summary of passes (tools/run_tests.py)", file=sys.stderr)
         return 2
-    if options.seconds is not None:
-        results.append(_whole(".ci/run", options.seconds))
     write("proof", results, environment(), options.json)
     return 0
 
 
 def _figures(lines: list[str]) -> Iterator[Result]:
-    cores, within, runs = os.cpu_count() or 1, False, 0
+    cores, within, target = os.cpu_count() or 1, False, "test"
     for line in lines:
         within = within or _SUMMARY in line
-        if not within:
-            continue
-        if found := _PASS.match(line):
-            name, wall, cpu = found["name"], float(found["wall"]), float(found["cpu"])
-            label = name if runs == 0 else f"SGLang, {name}"
-            yield Result(f"{label}: time", wall, "s", "lower")
-            yield Result(
-                f"{label}: share of the cores", round(cpu / wall / cores, 3), "1", "higher"
-            )
-        elif found := _TOTAL.match(line):
-            if runs == 0:
+        if found := _PART.match(line):
+            target = found["target"]
+        elif found := _TOOK.match(line):
+            wall, part = float(found["wall"]), found["part"]
+            whole = part == _ALL_PARTS
+            yield _whole(".ci/run", wall) if whole else Result(f"{part}: time", wall, "s", "lower")
+        elif within and (found := _PASS.match(line)):
+            wall, cpu, label = float(found["wall"]), float(found["cpu"]), _LABELS.get(target, "")
+            yield Result(f"{label}{found['name']}: time", wall, "s", "lower")
+            share = round(cpu / wall / cores, 3)
+            yield Result(f"{label}{found['name']}: share of the cores", share, "1", "higher")
+        elif within and (found := _TOTAL.match(line)):
+            if target == "test":
                 yield _whole("make test", float(found["wall"]))
-            within, runs = False, runs + 1
+            within = False
 
 
 def _whole(name: str, seconds: float) -> Result:

@@ -70,9 +70,11 @@ class Parts:
 
     Attributes:
         took: each part that has ended, seconds that it took, exit code.
+        seconds: that all of them took.
     """
 
     took: list[tuple[Part, float, int]] = field(default_factory=list)
+    seconds: float = 0.0
     interrupted: threading.Event = field(default_factory=threading.Event)
     _running: set[subprocess.Popen[bytes]] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -80,6 +82,7 @@ class Parts:
 
     def run(self, stages: Sequence[Stage]) -> int:
         """Run them all; returns 0, 1 where a part was red, 130 after an interrupt."""
+        begun = time.monotonic()
         for stage in stages:
             beside = len(stage) > 1
             lanes = [threading.Thread(target=self._lane, args=(lane, beside)) for lane in stage]
@@ -90,6 +93,7 @@ class Parts:
                     lane.join(0.2)
         if self._ending is not None:
             self._ending.join()
+        self.seconds = time.monotonic() - begun
         return INTERRUPTED if self.interrupted.is_set() else int(any(c for _, _, c in self.took))
 
     def _lane(self, parts: Lane, beside: bool) -> None:
@@ -154,6 +158,7 @@ class Parts:
         yield f"{' summary of all parts ':=^{WIDTH}}"
         for part, seconds, _ in self.took:
             yield f"{seconds:.0f} s: {shlex.join(part)}"
+        yield f"{self.seconds:.0f} s: all parts"
         for part, _, code in self.took:
             if code:
                 yield f"red: {shlex.join(part)} (exit code {code})"

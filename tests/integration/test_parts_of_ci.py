@@ -71,6 +71,7 @@ def test_parts_after_a_red_one_run_and_the_last_lines_name_it_with_its_seconds(t
     assert "\nstill\n" in done.stdout
     closing = done.stdout.partition("summary of all parts")[2].splitlines()[1:]
     assert len([line for line in closing if re.match(r"[0-9]+ s: sh -c ", line)]) == 5
+    assert re.fullmatch("[0-9]+ s: all parts", closing[5])
     assert closing[-2:] == [
         "red: sh -c 'exit 3' (exit code 3)",
         "red: sh -c 'kill -9 $$' (exit code 137)",

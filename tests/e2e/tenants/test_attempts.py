@@ -21,6 +21,8 @@ from waiting import wait_until
 from windrow.proto import attach_pb2 as pb
 from windrow.rundir import MOST_SLOTS
 
+pytestmark = pytest.mark.extended
+
 # --- with the operator's stolen token -------------------------------------------------------------
 
 
@@ -163,7 +165,6 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.extended
 def test_the_operators_own_sidecar_is_admitted(thief, blue, prey, sidecar):
     core = client.CoreV1Api(thief)
     patch = {"spec": {"ephemeralContainers": [sidecar]}}
@@ -176,7 +177,6 @@ def test_the_operators_own_sidecar_is_admitted(thief, blue, prey, sidecar):
     core.patch_namespaced_pod_ephemeralcontainers(prey, blue.namespace, patch, dry_run="All")
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("attempt", CONTAINERS)
 def test_no_container_but_a_sidecar_is_added_by_the_stolen_token(
     thief, blue, prey, sidecar, attempt
@@ -187,13 +187,11 @@ def test_no_container_but_a_sidecar_is_added_by_the_stolen_token(
     assert said in refused
 
 
-@pytest.mark.extended
 def test_the_stolen_token_adds_no_two_containers_at_once(thief, blue, prey, sidecar):
     second = sidecar | {"name": "windrow-2"}
     assert "one container at a time" in add(thief, blue.namespace, prey, sidecar, second)
 
 
-@pytest.mark.extended
 def test_the_stolen_token_adds_nothing_to_a_pod_that_was_not_prepared(thief, blue, sidecar):
     spec = {"containers": [{"name": "decode", "image": "none"}]}
     body = {"metadata": {"name": "web", "labels": {"windrow.dev/decode": "true"}}, "spec": spec}
@@ -203,7 +201,6 @@ def test_the_stolen_token_adds_nothing_to_a_pod_that_was_not_prepared(thief, blu
     assert "not a decode pod" in refused
 
 
-@pytest.mark.extended
 def test_the_stolen_token_adds_nothing_to_a_pod_of_the_system(thief, kube, sidecar):
     core = client.CoreV1Api(kube)
     spec = {
@@ -259,7 +256,6 @@ REFUSED_CALLS = {
 }
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("attempt", REFUSED_CALLS)
 def test_the_stolen_token_is_good_for_no_other_call(thief, blue, prey, attempt):
     with pytest.raises(client.ApiException) as refused:
@@ -267,7 +263,6 @@ def test_the_stolen_token_is_good_for_no_other_call(thief, blue, prey, attempt):
     assert refused.value.status in (403, 422)
 
 
-@pytest.mark.extended
 def test_the_stolen_token_changes_no_jobs_spec(thief, blue, prey):
     blue.job("kept", suspend=True)
     api = client.CustomObjectsApi(thief)
@@ -363,7 +358,6 @@ def why_not_placed(owner, job):
     return " ".join(c["message"] for c in found if c["status"] == "False")
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("attempt", SHARED_JOBS)
 def test_a_job_reaches_nothing_of_another_tenant(scene, blue, red, attempt):
     if attempt in scene["refused"]:
@@ -374,7 +368,6 @@ def test_a_job_reaches_nothing_of_another_tenant(scene, blue, red, attempt):
     assert "closed-0" not in why_not_placed(red, name)
 
 
-@pytest.mark.extended
 def test_a_policy_that_selects_everybody_attracts_no_job_of_another_tenant(scene, blue):
     blue.job("own")
     slot = wait_until(lambda: blue.status("own").get("slot"), "a slot for blue's job")
@@ -404,13 +397,11 @@ def slot_of(red, name="trap-0"):
     return red.get("harvestslots", name).get("status") or {}
 
 
-@pytest.mark.extended
 def test_a_rate_that_no_hardware_has_is_cut(scene, red):
     rate = wait_until(lambda: slot_of(red).get("predictedTokensPerSecond"), "a rate of red's slot")
     assert 0 < rate < 1e9
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["SUCCEEDED", "FAILED", "STOPPED", "REJECTED", "CHECKPOINTED"])
 def test_a_sidecar_says_nothing_of_a_job_of_another_tenant(scene, placed, blue, red, kind):
     before = blue.status("own")
@@ -421,7 +412,6 @@ def test_a_sidecar_says_nothing_of_a_job_of_another_tenant(scene, placed, blue, 
     assert "taken over" not in json.dumps(after)
 
 
-@pytest.mark.extended
 def test_a_sidecar_takes_over_no_job_by_a_higher_epoch(scene, placed, blue, red):
     forged = pb.RunningJob(slot=0, job_uid=placed["blue"].job_uid, epoch=10**9)
     hello = pb.SidecarHello(protocol_version=1, running=[forged], slots=[slot_facts()])
@@ -435,7 +425,6 @@ def slot_facts(index=0, **changes):
     return pb.SlotFacts(index=index, output_trees=["/out/{namespace}"], **{**facts, **changes})
 
 
-@pytest.mark.extended
 def test_a_sidecar_names_no_adapter_outside_of_its_jobs_destination(scene, placed, red):
     sidecar_, job = scene["trap"], placed["red"]
     sidecar_.report(job, "STARTED")
@@ -444,7 +433,6 @@ def test_a_sidecar_names_no_adapter_outside_of_its_jobs_destination(scene, place
     assert red.status("own")["adapter"]["path"] == f"/out/{red.namespace}/own"
 
 
-@pytest.mark.extended
 def test_a_sidecar_has_no_more_slots_than_a_pod_can_have(scene, red):
     facts = [slot_facts(index) for index in range(1000)]
     scene["trap"].say(hello=pb.SidecarHello(protocol_version=1, slots=facts))
@@ -455,7 +443,6 @@ def test_a_sidecar_has_no_more_slots_than_a_pod_can_have(scene, red):
     assert len(listed) <= MOST_SLOTS
 
 
-@pytest.mark.extended
 def test_a_sidecar_writes_no_slot_of_another_pod(scene, blue, red):
     before = blue.get("harvestslots", "shared-0")["spec"]["podUid"]
     assert before == scene["shared"].pod.metadata.uid
@@ -469,7 +456,6 @@ def test_a_sidecar_writes_no_slot_of_another_pod(scene, blue, red):
     assert namespaces == {red.namespace}
 
 
-@pytest.mark.extended
 def test_numbers_that_are_none_break_nothing(scene, red, operator):
     for value in (float("nan"), float("inf"), -1.0, 1e308):
         scene["trap"].beat(predicted_tokens_per_second=value, chunks_free=2**31)
@@ -477,7 +463,6 @@ def test_numbers_that_are_none_break_nothing(scene, red, operator):
     assert operator.process.poll() is None
 
 
-@pytest.mark.extended
 def test_a_profile_stays_in_the_namespace_of_its_pod(scene, blue, red):
     scene["trap"].send_profile("x" * 5000, {"deep": "x" * 100_000})
     scene["trap"].send_profile("../blue", {})
@@ -493,26 +478,22 @@ def refusal(tenant_, pod, **how):
     return sidecar_.refusal()
 
 
-@pytest.mark.extended
 def test_a_token_for_another_audience_is_refused(scene, red):
     token = red.token(scene["trap"].pod, audience="https://kubernetes.default.svc")
     assert refusal(red, scene["trap"].pod, token=token) is grpc.StatusCode.UNAUTHENTICATED
 
 
-@pytest.mark.extended
 def test_a_token_speaks_for_no_other_pod(scene, blue, red):
     code = refusal(red, scene["trap"].pod, pod_uid=scene["shared"].pod.metadata.uid)
     assert code is grpc.StatusCode.PERMISSION_DENIED
 
 
-@pytest.mark.extended
 def test_a_token_of_a_pod_that_was_not_prepared_is_refused(red):
     spec = {"containers": [{"name": "web", "image": "none"}]}
     web = red.core.create_namespaced_pod(red.namespace, {"metadata": {"name": "web"}, "spec": spec})
     assert refusal(red, web) is grpc.StatusCode.PERMISSION_DENIED
 
 
-@pytest.mark.extended
 def test_a_message_longer_than_any_ends_the_stream(blue, red, operator, scene):
     pod = red.create_pod("long-0", {"app": "trap", "windrow.dev/inject": "enabled"})
     sidecar_ = red.attach(pod)
@@ -537,7 +518,6 @@ def post(url, body):
             return error.code, error.read()
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("path", ["/mutate-pods", "/mutate-pods/wrong"])
 def test_the_webhook_tells_a_stranger_nothing(scene, blue, operator, path):
     pod = {"metadata": {"namespace": blue.namespace, "name": "x"}, "spec": {"containers": []}}
@@ -548,7 +528,6 @@ def test_the_webhook_tells_a_stranger_nothing(scene, blue, operator, path):
     assert blue.namespace.encode() not in said
 
 
-@pytest.mark.extended
 def test_the_webhook_reads_no_body_without_end(scene, blue, operator):
     url = f"https://127.0.0.1:{operator.state['webhookPort']}{blue.webhook_path()}"
     status, _ = post(url, b"[" * (3 * 2**20))
@@ -624,7 +603,6 @@ def load_into(red, scene, name, port):
     return message
 
 
-@pytest.mark.extended
 def test_a_serving_pod_sends_the_operator_nowhere_else(scene, placed, red, server):
     inner = []
 
@@ -639,7 +617,6 @@ def test_a_serving_pod_sends_the_operator_nowhere_else(scene, placed, red, serve
     assert "redirect" in said
 
 
-@pytest.mark.extended
 def test_of_what_a_serving_pod_answers_a_short_error_is_repeated(scene, placed, red, server):
     body = json.dumps({"error_message": "x" * 10**6, "SecretAccessKey": "inner"}).encode()
     said = load_into(red, scene, "talks", server(lambda path: (400, {}, body)))
