@@ -66,7 +66,7 @@ STAGES: tuple[Stage, ...] = (
 
 @dataclass
 class Parts:
-    """What has run, what runs now, and whether it was interrupted. Lanes are threads.
+    """Holds what has run, what runs now, and whether it was interrupted. Lanes are threads.
 
     Attributes:
         took: each part that has ended, seconds that it took, exit code.

@@ -327,7 +327,7 @@ PyObject* before_step(PyObject* self, PyObject* facts) noexcept {
 
 PyMethodDef step_methods[] = {
     {"before_step", &before_step, METH_O,
-     "Show the view, decide, grant; a decision stands while nothing it rests on has changed."},
+     "Show the view, decide, grant; a decision holds while nothing that it rests on has changed."},
     {nullptr, nullptr, 0, nullptr}};
 
 // Lets Python's collector see through a step, whose simulated page refers to the engine around it.

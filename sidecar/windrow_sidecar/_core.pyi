@@ -548,7 +548,7 @@ class HarvestStep:
         keeps_decisions: bool,
     ) -> None: ...
     def before_step(self, facts: StepInput, /) -> Grant:
-        """Show the view, decide, grant; a decision stands while nothing it rests on has changed."""
+        """Show the view, decide, grant; a decision holds while nothing that it rests on has changed."""
     def after_step(self, end_ns: int, latency_us: float, /) -> None:
         """Take note; a step over the objective is judged at once, others at the next decision."""
     def idle(self, now_ns: int, /) -> Grant:
