@@ -101,7 +101,9 @@ class PackedLayer:
         """Make the packed copies of what has changed, those of all layers at once."""
         seen = self._look()
         if seen != self._seen:
-            refresh(self.groups, self.others)
+            # Those of all layers are made when the first of them is asked.
+            if any(group.is_stale for group in self.groups):
+                refresh(self.groups, self.others)
             self._seen = seen
 
     def fuse(self, fused: FusedLayer | None) -> None:

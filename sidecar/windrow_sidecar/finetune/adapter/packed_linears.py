@@ -179,6 +179,11 @@ class PackedLinears:
             seen += (parameter.data_ptr(), parameter._version)
         return tuple(seen)
 
+    @property
+    def is_stale(self) -> bool:
+        """True where the packed copies are not those of the adapter and the weights as they are."""
+        return self.look() != self._seen
+
     def copies_alone(self, seen: tuple[int, ...]) -> bool:
         """Return whether only the adapter differs from what `look` saw, and weights are not read.
 

@@ -299,6 +299,7 @@ class TaskletSizing(Protocol):
         """Return whether a tasklet that spans several layers is not too large."""
 
 
+@dataclass(frozen=True, slots=True)  # two are equal: a lookahead goes on with either
 class WholeRows:
     """Tasklets of one layer and all tokens, for a device that nobody waits for."""
 
