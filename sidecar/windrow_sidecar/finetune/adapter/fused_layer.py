@@ -63,6 +63,10 @@ class FusedLayer:
         self._query_heads, self._key_heads = outs[0], outs[1]
         units, inner = hidden.shape[0], layer.down.inputs
         self._units, self._inner = units, inner
+        # Looked up by modules of torch in each call, which takes them a microsecond.
+        self._before, self._between = layer.before.weight, layer.between.weight
+        self._ranks = {group: group.ranks for group in layer.groups}
+        self._outputs = layer.qkv.outputs
 
         def ranks(group: PackedLinears) -> dict[str, int]:
             columns = max(16, triton.next_power_of_2(group.ranks))
@@ -107,6 +111,7 @@ class FusedLayer:
         )
         self._learns: list[Tensor] = [p for group in self._learning for p in group.in_a_row]
         self._parts = [sum(p.numel() for p in group.in_a_row) for group in self._learning]
+        self._elements = sum(self._parts)
         self._type = self._learns[0].dtype
         self._pack = {}
         for group, of in ((layer.qkv, qkv), (layer.gate_up, gate_up)):
@@ -164,21 +169,22 @@ class FusedLayer:
         Returns:
             what attention reads, [all tokens, outputs]; the norm's reciprocal roots; for backward.
         """
-        layer, group, x = self._layer, self._layer.qkv, hidden.detach().flatten(0, 1).contiguous()
-        y, u = torch.empty_like(x), x.new_empty(len(x), group.ranks)
-        rstd = torch.empty(len(x), 1, dtype=self._wide, device=x.device)
+        layer, group, x = self._layer, self._layer.qkv, hidden.flatten(0, 1).contiguous()
+        tokens = x.shape[0]
+        y, u = torch.empty_like(x), x.new_empty(tokens, self._ranks[group])
+        rstd = x.new_empty(tokens, 1, dtype=self._wide)
         self._norm(
-            (self._rows(len(x), _ROWS_OF_WHOLE), 1, 1),
-            (x, layer.before.weight.detach(), group.a, y, rstd, u),
-            *((len(x),), (layer.before.variance_epsilon, group.scale)),
+            (self._rows(tokens, _ROWS_OF_WHOLE), 1, 1),
+            (x, self._before, group.a, y, rstd, u),
+            *((tokens,), (layer.before.variance_epsilon, group.scale)),
         )
         qkv = group.product(y)
         cos, sin = cos.contiguous(), sin.contiguous()
         heads = qkv.shape[1] // layer.head
         self._rotate(
-            (self._rows(len(x)), heads, 1),
+            (self._rows(tokens), heads, 1),
             (qkv, u, group.b, cos, sin),
-            (len(x), cos.numel() // layer.head),
+            (tokens, cos.numel() // layer.head),
         )
         return qkv, rstd, Made(u, (None,))
 
@@ -201,12 +207,12 @@ class FusedLayer:
         """
         layer, group = self._layer, self._layer.qkv
         hidden, rstd, cos, sin, u = saved
-        x = hidden.detach().flatten(0, 1).contiguous()
-        tokens, row_tokens = len(x), hidden.shape[1]
+        x = hidden.flatten(0, 1).contiguous()
+        tokens, row_tokens = x.shape[0], hidden.shape[1]
         given_here = [d if d.stride(-1) == 1 else d.contiguous() for d in given]
         strides = [n for d in given_here for n in d.stride()[:3]]
         cos, sin = cos.contiguous(), sin.contiguous()
-        d_qkv = x.new_empty(tokens, group.outputs)
+        d_qkv = x.new_empty(tokens, self._outputs)
         self._rotate_back(
             (self._rows(tokens), self._query_heads + 2 * self._key_heads, 1),
             (*given_here, cos, sin, d_qkv),
@@ -217,10 +223,9 @@ class FusedLayer:
         if residual is not None:
             d_y = d_qkv @ group.weight
             d_x, y = torch.empty_like(x), torch.empty_like(x)
-            weight = layer.before.weight.detach()
             self._norm_back[group](
                 (self._rows(tokens, _ROWS_OF_WHOLE), 1, 1),
-                (d_y, v, group.a, x, rstd, weight, residual, group.a, d_x, y, d_x),
+                (d_y, v, group.a, x, rstd, self._before, residual, group.a, d_x, y, d_x),
                 *((tokens,), (1.0,)),
             )
         else:
@@ -230,12 +235,12 @@ class FusedLayer:
 
     def _learn(self, of: tuple[Learning, ...]) -> None:
         """Add the gradients of all parameters, which lie in one memory."""
-        room = of[0][0].new_empty(sum(self._parts), dtype=self._type)
+        room = of[0][0].new_empty(self._elements, dtype=self._type)
         tensors: list[Tensor] = []
         parts: Any = torch.split(room, self._parts)
         for group, learning, part in zip(self._learning, of, parts, strict=True):
             tensors += (*learning, group.places, part)
-        self._gradients((self._column_blocks, 1, 1), tuple(tensors), (len(of[0][0]),))
+        self._gradients((self._column_blocks, 1, 1), tuple(tensors), (of[0][0].shape[0],))
         views = torch._C._nn.unflatten_dense_tensors(room, self._learns)
         for parameter, gradient in zip(self._learns, views, strict=True):
             if parameter.grad is None:
@@ -263,16 +268,16 @@ class FusedLayer:
         """
         layer, tokens = self._layer, hidden.shape[0] * hidden.shape[1]
         x, of_seen = (
-            hidden.detach().flatten(0, 1).contiguous(),
-            seen.detach().flatten(0, 1).contiguous(),
+            hidden.flatten(0, 1).contiguous(),
+            seen.flatten(0, 1).contiguous(),
         )
         u_o, group = layer.o.down(of_seen), layer.gate_up
         h, y = layer.o.product(of_seen), torch.empty_like(x)
-        u = x.new_empty(tokens, group.ranks)
-        rstd = torch.empty(tokens, 1, dtype=self._wide, device=x.device)
+        u = x.new_empty(tokens, self._ranks[group])
+        rstd = x.new_empty(tokens, 1, dtype=self._wide)
         self._add_and_norm(
             (self._rows(tokens, _ROWS_OF_WHOLE), 1, 1),
-            (h, x, u_o, layer.o.b, layer.between.weight.detach(), group.a, y, rstd, u),
+            (h, x, u_o, layer.o.b, self._between, group.a, y, rstd, u),
             *((tokens,), (layer.between.variance_epsilon, group.scale)),
         )
         gate_up = group.product(y)
@@ -301,7 +306,7 @@ class FusedLayer:
             saved: seen, the sum before the norm, its roots, gate and up, and u of the output
                 projection, of the down projection, of gate and up.
         """
-        layer, tokens = self._layer, len(d_out)
+        layer, tokens = self._layer, d_out.shape[0]
         seen, h, rstd, gate_up, u_o, u_down, u = saved
         down, group, o = layer.down, layer.gate_up, layer.o
         d_out = d_out.contiguous()
@@ -317,16 +322,15 @@ class FusedLayer:
         v = group.lift(d_gate_up)
         d_y = d_gate_up @ group.weight
         d_h, y = torch.empty_like(h), torch.empty_like(h)
-        v_o = h.new_empty(tokens, o.ranks)
-        weight = layer.between.weight.detach()
+        v_o = h.new_empty(tokens, self._ranks[o])
         self._norm_back[group](
             (self._rows(tokens, _ROWS_OF_WHOLE), 1, 1),
-            (d_y, v, group.a, h, rstd, weight, d_out, o.b, d_h, y, v_o),
+            (d_y, v, group.a, h, rstd, self._between, d_out, o.b, d_h, y, v_o),
             *((tokens,), (o.scale,)),
         )
         layer.point()
         d_seen = (d_h @ o.weight).addmm_(v_o, o.a)
-        of_seen = seen.detach().flatten(0, 1).contiguous()
+        of_seen = seen.flatten(0, 1).contiguous()
         learning = (
             (of_seen, v_o, d_h, u_o),
             (y, v, d_gate_up, u),

@@ -58,6 +58,8 @@ class PackedLayer:
         attention: Any = layer.self_attn
         self._attention, self.head = attention, int(attention.head_dim)
         of = projections
+        names = ("q_proj", "k_proj", "v_proj")
+        self._heads = [of[name].weight.shape[0] // self.head for name in names]
         self.qkv = self._group("qkv", [of["q_proj"], of["k_proj"], of["v_proj"]])
         self.o = self._group("o", [of["o_proj"]])
         self.gate_up = self._group("gate_up", [of["gate_proj"], of["up_proj"]])
@@ -169,6 +171,15 @@ class PackedLayer:
     def _kind(self) -> str:
         return type(self._attention).__module__
 
+    def heads_apart(self, product: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of a product, [tokens, outputs]: views of it.
+
+        Each is [rows, heads, tokens of a row, head].
+        """
+        heads = self.heads(product, rows).transpose(1, 2)
+        query, key, value = torch.split(heads, self._heads, 1)
+        return query, key, value
+
     def heads(self, projected: Tensor, rows: int) -> Tensor:
         """Return [tokens, heads x head] as [rows, tokens of a row, heads, head]: a view."""
         tokens, width = projected.shape
@@ -213,8 +224,7 @@ class _IntoAttention(torch.autograd.Function):
         if fused is not None and layer.is_adapted and fused.runs(hidden):
             qkv, rstd, made = fused.into_attention(hidden, cos, sin)
             ctx.save_for_backward(hidden, rstd, cos, sin, *made.flat())
-            query, key, value = (layer.heads(o, rows) for o in layer.qkv.by_projection([qkv]))
-            return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            return layer.heads_apart(qkv, rows)
         x = hidden.detach().flatten(0, 1)
         y, rstd = _norm(x, layer.before)
         outputs, made = layer.qkv.forward(y, adapted=layer.is_adapted)
