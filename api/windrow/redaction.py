@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import re
 
+from windrow.plain_text import RecordFormatter
+
 _URL = re.compile(r"\b[a-zA-Z][a-zA-Z0-9+.-]*://[^\s'\"<>|]+")
 _USER = re.compile(r"//[^/?#@]*@")
 # Whatever a query says may be a signature: S3 and GCS have theirs in five parts, Azure in ten.
@@ -28,7 +30,7 @@ def _without(url: str) -> str:
     return shown + "".join(_VALUE.sub(f"={HIDDEN}", part) for part in about)
 
 
-class RedactingFormatter(logging.Formatter):
+class RedactingFormatter(RecordFormatter):
     """Formats records without what nobody may see, tracebacks included."""
 
     def format(self, record: logging.LogRecord) -> str:

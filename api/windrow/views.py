@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windrow.conditions import get_condition, is_finished, state_of
+from windrow.plain_text import printable
 
 JsonObject = Mapping[str, Any]
 
@@ -48,6 +49,7 @@ class JobView:
     @classmethod
     def of(cls, found: JsonObject) -> JobView:
         """Read a FinetuneJob as the API server returns it."""
+        found = _printable(found)
         meta, spec, status = found["metadata"], found["spec"], found.get("status") or {}
         conditions = status.get("conditions") or []
         progress = status.get("progress") or {}
@@ -147,6 +149,7 @@ class SlotView:
     @classmethod
     def of(cls, found: JsonObject) -> SlotView:
         """Read a HarvestSlot as the API server returns it."""
+        found = _printable(found)
         meta, spec, status = found["metadata"], found["spec"], found.get("status") or {}
         ready = get_condition(status.get("conditions"), "Ready")
         chunks = status.get("chunks") or {}
@@ -185,6 +188,17 @@ class SlotView:
             joined=sum("joinedWith" in job for job in status.get("jobs") or ()),
             ranks=status.get("ranks") or 1,
         )
+
+
+def _printable(found: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return JSON whose texts, words of jobs and sidecars, do not act on a terminal."""
+    if isinstance(found, str):
+        return printable(found)
+    if isinstance(found, list):
+        return [_printable(each) for each in found]
+    if isinstance(found, dict):
+        return {name: _printable(each) for name, each in found.items()}
+    return found
 
 
 @dataclass(frozen=True, slots=True)

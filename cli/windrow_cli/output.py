@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from windrow.errors import Transient, UserError
+from windrow.plain_text import printable
 
 if TYPE_CHECKING:
     from windrow.client import WindrowClient
@@ -127,12 +128,14 @@ def print_json(value: object) -> None:
 def print_line(text: str) -> None:
     """Write a line to standard output, at once; where nobody reads it any more, it is dropped.
 
+    Words of others in it do not act on a terminal (see `printable`).
+
     A full disk is reported on standard error, once.
     """
     if sys.stdout is None:  # the command was started without one
         return
     try:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(printable(text) + "\n")
         sys.stdout.flush()
     except OSError as error:
         drop_output()
@@ -143,7 +146,7 @@ def print_line(text: str) -> None:
 def tell(error: Exception) -> int:
     """Write an error to standard error, and return the exit code that says who acts."""
     if sys.stderr is not None:  # the command was started without one
-        sys.stderr.write(f"windrow: {error}\n")
+        sys.stderr.write(f"windrow: {printable(str(error))}\n")
     if isinstance(error, UserError):
         return EXIT_USAGE
     return EXIT_TRANSIENT if isinstance(error, Transient) else EXIT_FAILED
@@ -158,7 +161,8 @@ def drop_output() -> None:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return columns as kubectl prints them: left-aligned, three blanks apart."""
-    lines = [list(head), *[list(row) for row in rows]]
+    # A cell of several lines would pass for rows.
+    lines = [list(head), *[[" ".join(cell.split("\n")) for cell in row] for row in rows]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join(
         "   ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -8,6 +8,7 @@ import os
 import sys
 
 from windrow.errors import UserError, WindrowError
+from windrow.plain_text import RecordFormatter
 from windrow_operator.app import serve
 from windrow_operator.log_lines import JsonFormatter
 from windrow_operator.settings import Settings, parse
@@ -18,7 +19,7 @@ def _configure_logging(settings: Settings) -> None:
     handler.setFormatter(
         JsonFormatter()
         if settings.log_json
-        else logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+        else RecordFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     )
     logging.basicConfig(
         level=logging.DEBUG if settings.verbose else logging.INFO, handlers=[handler]

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from windrow.plain_text import printable
 from windrow.proto import attach_pb2 as pb
 from windrow.rundir import MOST_SLOTS
 
@@ -45,6 +46,7 @@ def slots_of(hello: pb.SidecarHello) -> list[pb.SlotFacts]:
     found: dict[int, pb.SlotFacts] = {}
     for facts in hello.slots[: 4 * MOST_SLOTS]:
         if facts.index < MOST_SLOTS and facts.index not in found and _is_sane(facts):
+            _clean(facts)
             found[facts.index] = facts
     return list(found.values())
 
@@ -52,6 +54,13 @@ def slots_of(hello: pb.SidecarHello) -> list[pb.SlotFacts]:
 def _is_sane(facts: pb.SlotFacts) -> bool:
     # All fields, so that one which is added is bounded as well.
     return all(_fits(value) for _, value in facts.ListFields())
+
+
+def _clean(message: pb.SlotFacts | pb.SlotHeartbeat) -> None:
+    """Take out of its words, in place, what would act on the terminal of their reader."""
+    for field, value in message.ListFields():
+        if isinstance(value, str):
+            setattr(message, field.name, printable(value))
 
 
 def _fits(value: object) -> bool:
@@ -65,7 +74,7 @@ def _fits(value: object) -> bool:
 
 def version(said: str) -> str:
     """Return a version that was said, cut: it is in the status of each slot."""
-    return said[:_MOST_VERSION]
+    return printable(said[:_MOST_VERSION])
 
 
 def most_tokens_per_second(facts: pb.SlotFacts) -> float:
@@ -89,6 +98,7 @@ def bound(beat: pb.SlotHeartbeat, most_rate: float) -> None:
         most_rate: tokens that the slot's hardware can train in a second.
     """
     said = rate(beat.predicted_tokens_per_second, most_rate)
+    _clean(beat)
     for field, value in beat.ListFields():
         if isinstance(value, str) and len(value) > MOST_TEXT:
             setattr(beat, field.name, text(value))
@@ -110,8 +120,8 @@ def finite(said: float) -> float:
 
 
 def text(said: str) -> str:
-    """Return words that were said, cut."""
-    return said if len(said) <= MOST_TEXT else f"{said[: MOST_TEXT - 3]}..."
+    """Return words that were said, cut, without what acts on the terminal of their reader."""
+    return printable(said if len(said) <= MOST_TEXT else f"{said[: MOST_TEXT - 3]}...")
 
 
 def reason(said: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from windrow.conditions import timestamp
 from windrow_operator.kube import ApiError, Kube
 from windrow_operator.lease import NotLeading
+from windrow_operator.rate_limit import Forgetful, TokenBucket
 from windrow_operator.reconcile import Event
 
 log = logging.getLogger(__name__)
@@ -20,6 +21,9 @@ COMPONENT = "windrow-operator"
 # The API server refuses longer ones.
 _MESSAGE_MAX = 1024
 _WAITING_MAX = 10_000  # of those that wait to be written
+# Of one object: so many at once, and so many a second. Others of it are only logged, each minute.
+_BURST, _PER_SECOND = 50.0, 0.1
+_OBJECTS_MAX = 10_000
 # The same words about the same object are news again after a while.
 _REPEAT = timedelta(minutes=1)
 
@@ -32,11 +36,15 @@ class Recorder:
         self._said: dict[tuple[str, str, str], datetime] = {}
         self._forgotten_at = clock()
         self._last_number = 0
+        self._buckets: Forgetful[TokenBucket] = Forgetful(_BURST / _PER_SECOND, _OBJECTS_MAX)
         self._queue: asyncio.Queue[tuple[Mapping[str, Any], Event]] = asyncio.Queue(_WAITING_MAX)
 
     def put(self, about: Mapping[str, Any] | None, event: Event) -> None:
-        """Let `run` record an event, so that nobody waits for it. Too many: it is only logged."""
-        if about is None:
+        """Let `run` record an event, so that nobody waits for it. Too many: it is only logged.
+
+        Words of one object, which a sidecar may change as often as it likes, leave room for others.
+        """
+        if about is None or not self._may_say(about["metadata"]["uid"], event):
             return
         try:
             self._queue.put_nowait((about, event))
@@ -70,6 +78,19 @@ class Recorder:
             await self._kube.create(path, self._body(about, event))
         except ApiError as error:
             log.warning("event %s of %s was not written: %s", event.reason, metadata["name"], error)
+
+    def _may_say(self, uid: str, event: Event) -> bool:
+        now_s = self._clock().timestamp()
+        bucket = self._buckets.get(uid, now_s)
+        if bucket is None:
+            bucket = TokenBucket.full(_PER_SECOND, _BURST, now_s)
+        self._buckets.put(uid, bucket, now_s)
+        if bucket.level_at(now_s) >= 1:
+            bucket.take(1, now_s)
+            return True
+        if self._is_news(uid, Event(event.reason, "")):  # one line, whatever the words are
+            log.warning("events %s of object %s are left out: it has too many", event.reason, uid)
+        return False
 
     def _is_news(self, uid: str, event: Event) -> bool:
         now = self._clock()

@@ -25,6 +25,7 @@ from windrow_operator.lease import NotLeading
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Base, Holder, Job, Slot, UnreadableSecret
 from windrow_operator.planning import serves_model
+from windrow_operator.rate_limit import TokenBucket
 from windrow_operator.reconcile import Actions, Command, Timeouts, reconcile
 from windrow_operator.secrets import JobSecrets, names_secrets, read_secrets
 from windrow_operator.sidecars import Sidecars
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 _AGAIN = timedelta(seconds=1)
 _AFTER_A_SURPRISE = timedelta(seconds=5)
 PROGRESS_INTERVAL = timedelta(seconds=2)
+_TURNS_AT_ONCE, _TURNS_PER_SECOND = 30.0, 1.0
 
 
 class JobSteps:
@@ -73,12 +75,14 @@ class JobSteps:
         self._progress_written: dict[str, datetime] = {}  # by job UID
         # By job UID, with the job's generation: one that has changed may name another.
         self._unreadable: dict[str, tuple[int, UnreadableSecret]] = {}
+        self._turns: dict[str, TokenBucket] = {}  # by job UID: of statuses that say another state
         self._paused: dict[str, datetime] = {}  # by job UID: when a step that failed is due again
 
     def forget(self, uid: str) -> None:
         """Drop what is known of a job that is gone."""
         self._progress_written.pop(uid, None)
         self._unreadable.pop(uid, None)
+        self._turns.pop(uid, None)
         self._paused.pop(uid, None)
 
     def pauses(self, uid: str) -> bool:
@@ -183,8 +187,11 @@ class JobSteps:
         body = dict(job.body)
         if actions.finalizer is True:
             body = await set_finalizer(self._kube, self._cluster, body, FINALIZER, present=True)
-        if actions.status is not None and self._due(job, dict(actions.status), now):
-            body = await self._write_status(job, {**body, "status": actions.status}, now)
+        after = dict(actions.status) if actions.status is not None else None
+        # What a command or an object hangs on is written whatever came before.
+        acts = bool(actions.commands or actions.delete or actions.finalizer is not None)
+        if after is not None and self._due(job, after, now, acts=acts):
+            body = await self._write_status(job, {**body, "status": after}, now)
         self._note_health(job, actions, now)
         for command in actions.commands:
             self._send(job, command, now, secrets)
@@ -204,10 +211,21 @@ class JobSteps:
             self._cluster.health.worked(job.slot)
         self._cluster.changed_slots.mark(job.slot)
 
-    def _due(self, job: Job, after: Body, now: datetime) -> bool:
-        """Return whether to write now; what can wait is written as the budget allows."""
+    def _due(self, job: Job, after: Body, now: datetime, *, acts: bool) -> bool:
+        """Return whether to write now; what can wait is written as the budget allows.
+
+        A sidecar may say another state a hundred times a second: of one job many are written at
+        once, then one a second. `acts`: whether more is done than to write.
+        """
         if is_urgent(job.status, after):
-            return True
+            now_s = now.timestamp()
+            full = TokenBucket.full(_TURNS_PER_SECOND, _TURNS_AT_ONCE, now_s)
+            bucket = self._turns.setdefault(job.uid, full)
+            if acts or bucket.level_at(now_s) >= 1:
+                bucket.take(1, now_s)
+                return True
+            self._look_again(job.uid, _AGAIN)
+            return False
         writers = len(self._cluster.runs) + len(self._cluster.index.waiting)
         interval = max(PROGRESS_INTERVAL, self._budget.interval(writers))
         last = self._progress_written.get(job.uid)

@@ -14,12 +14,14 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from windrow import metrics as names
 from windrow.conditions import ConditionType as T
-from windrow.conditions import get_condition, is_true
+from windrow.conditions import Reason, get_condition, is_true
 from windrow_operator.cluster_state import ClusterState
 from windrow_operator.liveness import Liveness
 from windrow_operator.model import CheckedPolicy, Job, Slot
 from windrow_operator.slots import readiness
 from windrow_operator.work_queue import in_pieces
+
+_REASONS = frozenset(map(str, Reason))
 
 
 class Metrics:
@@ -93,7 +95,7 @@ class Metrics:
             self._time_to_place.labels(job.namespace).observe(max(0.0, waited))
         elif was and not is_now:
             placed = get_condition(after.get("conditions"), T.PLACED) or {}
-            self._placement_ends.labels(job.namespace, placed.get("reason", "")).inc()
+            self._placement_ends.labels(job.namespace, _known(placed.get("reason", ""))).inc()
 
     def harvested(self, seconds: float, policy: CheckedPolicy, tenants: Iterable[str]) -> None:
         """Count the time that workers had a device; the jobs of `tenants` shared it."""
@@ -199,6 +201,11 @@ def resource_of(path: str) -> str:
     if words[:1] == ["namespaces"] and len(words) > 2:
         words = words[2:]
     return "/".join(words[:1] + words[2:3])
+
+
+def _known(reason: str) -> str:
+    """Return a reason as a label: a sidecar may say any word, and each would be a series."""
+    return reason if reason in _REASONS else "Other"
 
 
 def state_word(body: Mapping[str, Any]) -> str:

@@ -405,6 +405,8 @@ def test_empty_chunks_are_looked_for_only_while_decodes_stream_is_idle():
         ({"windrow_deferral_ms": 300}, 300_000),
         ({"windrow_deferral_ms": 0.2}, 1_000),
         ({"windrow_deferral_ms": 1e9}, 60_000_000),
+        ({"windrow_deferral_ms": 10**400}, 60_000_000),
+        ({"windrow_deferral_ms": -(10**400)}, 1_000),
         ({"windrow_deferral_ms": True}, 0),
         ({"windrow_deferral_ms": float("nan")}, 0),
         ({"windrow_deferral_ms": "300"}, 0),

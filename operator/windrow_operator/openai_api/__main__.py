@@ -21,6 +21,7 @@ from aiohttp import web
 from windrow.crd import parse_job_spec
 from windrow.documents import read_document
 from windrow.errors import UserError, WindrowError
+from windrow.plain_text import RecordFormatter
 from windrow_operator.connections import listen
 from windrow_operator.kube import Kube
 from windrow_operator.log_lines import JsonFormatter
@@ -188,7 +189,7 @@ async def _asked_to_end() -> None:
 def main() -> int:
     """Run; return 0 when it was asked to end, 1 or 2 when it cannot go on."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    handler.setFormatter(RecordFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         settings = parse(sys.argv[1:], os.environ)

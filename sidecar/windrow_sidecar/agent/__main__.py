@@ -9,6 +9,7 @@ import signal
 import sys
 
 from windrow.errors import UserError
+from windrow.plain_text import RecordFormatter
 from windrow_sidecar.agent.flags import parse_settings
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.sidecar import Sidecar
@@ -27,9 +28,9 @@ async def _serve(settings: AgentSettings) -> None:
 
 def main() -> int:
     """Serve until SIGTERM. Exit code 2: the settings cannot be used."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(RecordFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         asyncio.run(_serve(parse_settings(sys.argv[1:], os.environ)))
     except UserError as error:

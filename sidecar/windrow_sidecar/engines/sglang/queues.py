@@ -27,4 +27,5 @@ def own_deferral_us(request: Any) -> int:  # noqa: ANN401
     bound = said.get(DEFERRAL_PARAMETER) if isinstance(said, dict) else None
     if isinstance(bound, bool) or not isinstance(bound, int | float) or bound != bound:
         return 0
-    return round(1000 * min(max(float(bound), _LEAST_MS), _MOST_MS))
+    # An integer of JSON may be longer than a float can be.
+    return round(1000 * min(max(bound, _LEAST_MS), _MOST_MS))
