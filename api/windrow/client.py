@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,12 @@ from windrow.crd.servable import check_servable
 from windrow.documents import read_document, whole_numbers
 from windrow.errors import Transient, UserError
 from windrow.kubeconfig import (
+    ConfiguredUser,
     Kubeconfig,
     has_plugin,
     impersonation_headers,
     require_usable,
+    token_of_file,
 )
 from windrow.rundir import read_worker_line
 from windrow.views import EventView, JobView, SlotView
@@ -542,11 +545,20 @@ def _load(kubeconfig: Filename | None, context: str) -> tuple[k8s.ApiClient, str
         user = read.user()
         headers = impersonation_headers(user)
         require_usable(user)
-        api = k8s_config.new_client_from_config(
-            read.filled or path or None, context=context or None
+        in_file = bool(token_of_file(user))
+        configuration = k8s.Configuration()
+        k8s_config.load_kube_config(
+            read.filled or path or None,
+            context=context or None,
+            client_configuration=configuration,
         )
+        if read.proxy:
+            configuration.no_proxy = None  # of the environment; kubectl asks it for others alone
         if has_plugin(user):
-            _require_credentials(api.configuration)
+            _require_credentials(configuration)
+        if in_file:
+            configuration.refresh_api_key_hook = partial(_take_token, user)
+        api = k8s.ApiClient(configuration)
         _send_with_all(api, headers)
         namespace = read.namespace
     except UserError:
@@ -573,6 +585,10 @@ def _remedy_for(files: str, context: str) -> str:
     if any(os.path.isfile(os.path.expanduser(name)) for name in files.split(os.pathsep) if name):
         return f"Correct {files}, or name another one by --kubeconfig."
     return "Start one with `windrow up`, or set KUBECONFIG."
+
+
+def _take_token(user: ConfiguredUser | None, configuration: k8s.Configuration) -> None:
+    configuration.api_key["BearerToken"] = f"Bearer {token_of_file(user)}"
 
 
 def _require_credentials(configuration: k8s.Configuration) -> None:

@@ -80,6 +80,14 @@ class Kubeconfig:
         return str(self._fields.get("namespace") or "")
 
     @property
+    def proxy(self) -> str:
+        """Proxy of the context's cluster, which counts whatever NO_PROXY says; empty: none."""
+        clusters = (dict(entry) for _, body in self._read for entry in body.get("clusters") or ())
+        named = (entry for entry in clusters if entry.get("name") == self._fields.get("cluster"))
+        cluster: Mapping[str, Any] = next(named, {}).get("cluster") or {}
+        return str(cluster.get("proxy-url") or "")
+
+    @property
     def filled(self) -> str:
         """Files that say something, with the separator between them; empty: none does.
 
@@ -108,18 +116,13 @@ class Kubeconfig:
 
     def require_context(self) -> None:
         """Raise UserError where contexts exist and none is current, or no client can reach it."""
-        bodies = [body for _, body in self._read]
-        if any(body.get("contexts") for body in bodies) and not self.context:
+        if any(body.get("contexts") for _, body in self._read) and not self.context:
             raise UserError(
                 f"there is no current context in {self._names}",
                 field="--kubeconfig",
                 remedy="Name one by --context, or choose it by `kubectl config use-context NAME`.",
             )
-        clusters = (dict(entry) for body in bodies for entry in body.get("clusters") or ())
-        named = (entry for entry in clusters if entry.get("name") == self._fields.get("cluster"))
-        cluster: Mapping[str, Any] = next(named, {}).get("cluster") or {}
-        proxy = str(cluster.get("proxy-url") or "")
-        if proxy.startswith("socks") and find_spec("socks") is None:
+        if self.proxy.startswith("socks") and find_spec("socks") is None:
             raise UserError(
                 f"context {self.context!r} reaches its cluster by a SOCKS proxy, and this "
                 "environment has no client for one",
@@ -193,6 +196,36 @@ def require_usable(user: ConfiguredUser | None) -> None:
             field="auth-provider",
             remedy="Use the provider's credential plugin (exec), as kubectl does.",
         )
+
+
+def token_of_file(user: ConfiguredUser | None) -> str:
+    """Return the token in the file that a user names, without blanks; empty: it names none.
+
+    A relative path is one of the folder of the user's file. The token there counts before one in
+    the kubeconfig, and is replaced while it is valid: read it for each request.
+
+    Raises:
+        UserError: there is none.
+    """
+    named = str(user.fields.get("tokenFile") or "") if user else ""
+    if user is None or not named:
+        return ""
+    at = user.file.parent / named
+    try:
+        token = at.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _no_token(user, f"{at}, which cannot be read ({error})") from error
+    if not token or any(character.isspace() for character in token):
+        raise _no_token(user, f"{at}, which holds no token")
+    return token
+
+
+def _no_token(user: ConfiguredUser, why: str) -> UserError:
+    return UserError(
+        f"user {user.name!r} of {user.file} takes a token from {why}",
+        field="tokenFile",
+        remedy="Write the token there, or name another file.",
+    )
 
 
 def has_plugin(user: ConfiguredUser | None) -> bool:

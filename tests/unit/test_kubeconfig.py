@@ -228,3 +228,39 @@ def test_a_user_without_a_home_has_no_kubeconfig(monkeypatch):
     with pytest.raises(UserError, match="there is no cluster to talk to"):
         WindrowClient()
     assert place_here("s3://b/k").is_absolute()
+
+
+def test_a_token_in_a_file_is_read_for_each_request_without_its_line_end(tmp_path, server):
+    (tmp_path / "token").write_text("first\n")
+    path = config_of(tmp_path, server.server_port, token="in the file", tokenFile="token")
+    client = WindrowClient(kubeconfig=path)
+    client.jobs()
+    (tmp_path / "token").write_text("  second  \n\n")
+    client.jobs()
+    said = [headers["Authorization"] for headers in server.seen]
+    assert said[0] == "Bearer first"
+    assert said[-1] == "Bearer second"
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"), [(None, "cannot be read"), ("\n", "holds no"), ("a b", "holds no")]
+)
+def test_a_file_without_a_token_is_refused_before_a_call(tmp_path, server, content, problem):
+    if content is not None:
+        (tmp_path / "token").write_text(content)
+    with pytest.raises(UserError, match=problem) as refused:
+        WindrowClient(kubeconfig=config_of(tmp_path, server.server_port, tokenFile="token"))
+    assert refused.value.field == "tokenFile"
+    assert not server.seen
+
+
+def test_a_clusters_proxy_counts_whatever_the_environment_excepts(tmp_path, server, monkeypatch):
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "api.invalid")
+    path = config_of(tmp_path, server.server_port, token="t")
+    body = yaml.safe_load(path.read_text())
+    proxy = body["clusters"][0]["cluster"]["server"]
+    body["clusters"][0]["cluster"] = {"server": "http://api.invalid", "proxy-url": proxy}
+    path.write_text(yaml.safe_dump(body))
+    WindrowClient(kubeconfig=path).jobs()
+    assert server.seen[0]["Host"] == "api.invalid"
