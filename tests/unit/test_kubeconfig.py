@@ -193,7 +193,11 @@ def test_a_file_that_is_something_else_is_refused(tmp_path, text):
 
 
 def test_a_file_that_lacks_a_part_is_to_be_corrected(tmp_path):
-    file = config_of(tmp_path, 1, tokenFile="/is/not/there")
+    file = config_of(tmp_path, 1, token="t")
+    body = yaml.safe_load(file.read_text())
+    cluster = {"server": "https://127.0.0.1:1", "certificate-authority": "/is/not/there"}
+    body["clusters"][0]["cluster"] = cluster
+    file.write_text(yaml.safe_dump(body))
     with pytest.raises(UserError, match="/is/not/there") as refused:
         WindrowClient(kubeconfig=str(file))
     assert refused.value.remedy.startswith(f"Correct {file}")
