@@ -75,14 +75,37 @@ class Deployments:
         self._look_at: dict[str, float] = {}  # by job UID: not before that time of the loop
 
     async def run(self) -> None:
-        """Round after round, until cancelled."""
-        async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
+        """Round after round, until cancelled.
+
+        Each namespace has rounds of its own: servers of one that do not answer hold up its adapters
+        alone, and neither they nor their number keep others from a connection.
+        """
+        connector = aiohttp.TCPConnector(limit=0)
+        rounds: dict[str, asyncio.Task[None]] = {}
+        async with (
+            aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector) as session,
+            asyncio.TaskGroup() as tasks,
+        ):
             servers = Servers(session)
             while True:
-                for job in self._wanted():
-                    await self._tend(job, servers)
-                self._look_at = {u: t for u, t in self._look_at.items() if u in self._cluster.jobs}
+                rounds = {name: task for name, task in rounds.items() if not task.done()}
+                for namespace, jobs in self._by_namespace().items():
+                    if namespace not in rounds:
+                        rounds[namespace] = tasks.create_task(self._round(jobs, servers))
+                for uid in [uid for uid in self._look_at if uid not in self._cluster.jobs]:
+                    del self._look_at[uid]
                 await asyncio.sleep(_ROUND_SECONDS)
+
+    def _by_namespace(self) -> dict[str, list[Job]]:
+        found: dict[str, list[Job]] = {}
+        for job in self._wanted():
+            found.setdefault(job.namespace, []).append(job)
+        return found
+
+    async def _round(self, jobs: Iterable[Job], servers: Servers) -> None:
+        for known in jobs:
+            if known.uid in self._cluster.jobs:  # as it is by its turn
+                await self._tend(self._cluster.job_view(known.uid), servers)
 
     async def _tend(self, job: Job, servers: Servers) -> None:
         now_s = asyncio.get_running_loop().time()

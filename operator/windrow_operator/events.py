@@ -56,13 +56,17 @@ class Recorder:
         while True:
             about, event = await self._queue.get()
             try:
-                await self.record(about, event)
+                await self._write(about, event)
             except NotLeading as error:
                 log.info("event %s was not written: %s", event.reason, error)
 
     async def record(self, about: Mapping[str, Any] | None, event: Event) -> None:
-        """Record `event` about an object (None: it is gone, nothing happens)."""
-        if about is None or not self._is_news(about["metadata"]["uid"], event):
+        """Record `event` about an object (None: it is gone, nothing happens); see `put`."""
+        if about is not None and self._may_say(about["metadata"]["uid"], event):
+            await self._write(about, event)
+
+    async def _write(self, about: Mapping[str, Any], event: Event) -> None:
+        if not self._is_news(about["metadata"]["uid"], event):
             return
         metadata = about["metadata"]
         log.info(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -22,6 +23,7 @@ from windrow.rundir import profile_file
 from windrow_operator.injection import PROFILES_CONFIG_MAP
 from windrow_operator.kube import ApiError, Kube, kind_path
 from windrow_operator.model import Pod
+from windrow_operator.rate_limit import TokenBucket
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,8 @@ _ROOM: Final = 900 * 1024
 # Kinds of decode that one namespace can have profiles of, and the bytes of one.
 MOST_PROFILES: Final = 64
 _MOST_BYTES: Final = 512 * 1024
+# Profiles that a namespace has stored: so many at once, and so many a second.
+_AT_ONCE, _PER_SECOND = 2.0 * MOST_PROFILES, 0.1
 # Somebody may have deleted or changed a ConfigMap: it is written again after that time.
 _WRITTEN_AGAIN: Final = timedelta(minutes=10)
 
@@ -50,10 +54,17 @@ class Profiles:
     Args:
         kube: a client that may write.
         namespaces: that are served; none: all.
+        clock: seconds of any clock that never goes back.
     """
 
-    def __init__(self, kube: Kube, namespaces: tuple[str, ...] = ()) -> None:
-        self._kube, self._namespaces = kube, namespaces
+    def __init__(
+        self,
+        kube: Kube,
+        namespaces: tuple[str, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._kube, self._namespaces, self._clock = kube, namespaces, clock
+        self._buckets: dict[str, TokenBucket] = {}  # by namespace
         self._known: dict[str, dict[str, _Stored]] = {}  # by namespace and name
         self._written: dict[str, tuple[dict[str, Any], datetime]] = {}  # ConfigMaps, by namespace
 
@@ -98,6 +109,9 @@ class Profiles:
                 *(pod.namespace, pod.name, len(of_namespace)),
             )
             return
+        if not self._may_store(pod.namespace):
+            log.warning("pod %s/%s: too many profiles came there", pod.namespace, pod.name)
+            return
         body = {
             "apiVersion": API_VERSION,
             "kind": LATENCY_PROFILE.kind,
@@ -112,6 +126,16 @@ class Profiles:
             log.warning("profile %s of %s/%s: %s", name, pod.namespace, pod.name, error)
             return
         of_namespace[name] = _Stored(stored["metadata"]["uid"], stored["spec"])
+
+    def _may_store(self, namespace: str) -> bool:
+        """Return whether one more is stored: a sidecar may say that each is newer than the last."""
+        now_s = self._clock()
+        full = TokenBucket.full(_PER_SECOND, _AT_ONCE, now_s)
+        bucket = self._buckets.setdefault(namespace, full)
+        if bucket.level_at(now_s) < 1:
+            return False
+        bucket.take(1, now_s)
+        return True
 
     async def publish(self, now: datetime) -> None:
         """Bring the ConfigMap of each namespace up to date with what is stored there.

@@ -106,8 +106,13 @@ class Queues:
             await self._keep(job, by_name.get((job.namespace, workloads.name_of(job))))
         ours = {body["metadata"].get("labels", {}).get(LABEL_JOB): body for body in found}
         self._kept = {uid for uid in ours if uid in self._cluster.jobs}
+        self._forget_gone()
         if checks:
             await self._answer(found, {check.name: check for check in checks})
+
+    def _forget_gone(self) -> None:
+        for uid in [uid for uid in self._no_headroom if uid not in self._cluster.jobs]:
+            del self._no_headroom[uid]
 
     # --- Workloads --------------------------------------------------------------------------------
 

@@ -139,6 +139,8 @@ def test_a_spec_that_was_read_can_be_written_and_read_again():
         ("output.destination", "~/out", "spec.output.destination", "a shell"),
         ("dataset.source", "ftp://team/rows.jsonl", "spec.dataset.source", "ftp://"),
         ("dataset.secretRef", {"name": "s3"}, "spec.dataset", "takes no credentials"),
+        ("model.revision", "../../../run/windrow/off", "spec.model.revision", "not a revision"),
+        ("model.revision", "/run/windrow/off", "spec.model.revision", "not a revision"),
         ("model.secretRef", {"name": "hub"}, "spec.model", "is a path"),
         ("dataset.secretRef", {"name": "../../x/secrets/y"}, "spec.dataset.secretRef.name", "../"),
         ("dataset.secretRef", {"name": "x?y"}, "spec.dataset.secretRef.name", "x?y"),

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
 
 from windrow.conditions import Reason
+from windrow.proto import attach_pb2 as pb
 from windrow_operator import metrics as exported
 from windrow_operator.events import Recorder
 from windrow_operator.job_steps import JobSteps
 from windrow_operator.metrics import Metrics
+from windrow_operator.profiles import Profiles
 from windrow_operator.reconcile import Event
 
+PROFILE = {
+    "key": "k",
+    "device": "host:2-cores",
+    "engine": "builtin",
+    "solo": [{"units": 2, "c0Us": 1.0, "b0Us": 10.0, "k0NsPerToken": 5.0}],
+}
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -70,6 +80,35 @@ def test_a_job_that_changes_its_state_without_end_is_written_once_a_second():
     assert sum(due("noisy", number) for number in range(1000)) in (9, 10)
     steps.forget("noisy")
     assert not steps._turns.keys() & {"noisy"}
+
+
+def test_profiles_that_are_each_newer_than_the_last_are_stored_so_many_times():
+    stored = []
+
+    async def apply(path, body):
+        stored.append(body)
+        return {"metadata": {"uid": "u"}, "spec": body["spec"]}
+
+    now_s = [0.0]
+    profiles = Profiles(SimpleNamespace(apply=apply), clock=lambda: now_s[0])
+
+    async def tell(namespace, minute):
+        spec = PROFILE | {"takenAt": f"2026-01-01T{minute // 60:02}:{minute % 60:02}:00Z"}
+        report = pb.ProfileReport(slot=1, key=spec["key"], profile_json=json.dumps(spec))
+        await profiles.store(SimpleNamespace(namespace=namespace, name="decode-0"), report)
+
+    async def scene():
+        for minute in range(600):
+            await tell("red", minute)
+        noisy = len(stored)
+        await tell("blue", 0)
+        now_s[0] += 60.0
+        for minute in range(600, 700):
+            await tell("red", minute)
+        return noisy
+
+    assert asyncio.run(scene()) == 128
+    assert len(stored) == 128 + 1 + 6  # one in ten seconds
 
 
 @pytest.mark.parametrize("reason", [f"X{n}" for n in range(3)] + ["", "Stopped"])

@@ -1,4 +1,4 @@
-"""What jobs, rows and sidecars say acts on no terminal, and passes for no line of a log."""
+"""Words of jobs, rows and sidecars act on no terminal, and pass for no line of a log."""
 
 from __future__ import annotations
 

@@ -82,3 +82,13 @@ def test_blank_lines_without_end_are_refused(tmp_path, monkeypatch):
     with file.open("rb") as source, pytest.raises(UserError, match="blank lines") as refused:
         list(records._lines(source, "rows.jsonl"))
     assert refused.value.field == "rows.jsonl:34"
+
+
+def test_rows_that_weights_multiply_beyond_the_memory_are_refused(tmp_path, monkeypatch):
+    def too_many(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(reading, "weighted", too_many)
+    with pytest.raises(UserError, match="MiB of memory") as refused:
+        read(tmp_path, SourceAccess((tmp_path,)))
+    assert refused.value.field == "spec.dataset.source"

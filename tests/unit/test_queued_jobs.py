@@ -305,3 +305,8 @@ def test_a_workload_with_the_label_of_anothers_job_hears_nothing_of_it(where):
     assert kept._no_headroom == {}
     own = kept._answers(workload(None, RESERVED), [check], SlotTable(), late)
     assert own["headroom"].state == "Retry"
+    kept._forget_gone()
+    assert kept._no_headroom.keys() == {"u"}
+    found.jobs.clear()  # jobs that come and go leave no words behind
+    kept._forget_gone()
+    assert kept._no_headroom == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -254,3 +255,41 @@ def test_a_canary_says_something_where_servers_answer_without_the_adapter(says, 
             with pytest.raises(outcome):
                 asyncio.run(trying)
             assert servers.names == []
+
+
+class Silent(Deployments):
+    """Deployments of which the servers of one namespace never answer."""
+
+    def __init__(self, cluster, silent):
+        super().__init__(cluster, None, None, lambda: NOW)
+        self.silent, self.tended = silent, []
+        self.both_blue = asyncio.Event()
+
+    def _wanted(self):
+        return list(self._cluster.jobs.values())
+
+    async def _tend(self, job, servers):
+        self.tended.append(job.uid)
+        if job.namespace == self.silent:
+            await asyncio.Event().wait()
+        if self.tended.count("blue-2") > 1:
+            self.both_blue.set()
+
+
+def test_servers_of_one_namespace_that_do_not_answer_hold_up_its_own_adapters_alone(monkeypatch):
+    monkeypatch.setattr("windrow_operator.deploy._ROUND_SECONDS", 0.01)
+    uids = ("red-1", "red-2", "blue-1", "blue-2")
+    jobs = {uid: SimpleNamespace(namespace=uid.partition("-")[0], uid=uid) for uid in uids}
+    cluster = SimpleNamespace(jobs=jobs, job_view=jobs.__getitem__)
+
+    async def scene():
+        deployments = Silent(cluster, "red")
+        running = asyncio.create_task(deployments.run())
+        await deployments.both_blue.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return deployments.tended
+
+    tended = asyncio.run(scene())
+    assert tended.count("red-1") == 1
+    assert "red-2" not in tended

@@ -23,6 +23,16 @@ from windrow.crd.values import NAME_MAX, NotNegative, Record, Timestamp, cel, in
 from windrow.outputs import is_bucket
 
 
+def _revision(text: str) -> str:
+    """Refuse what no ref of git is: the Hub's client makes a file of its cache of it."""
+    if text.startswith("/") or ".." in text.split("/"):
+        raise invalid(f"{text!r} is not a revision", "Write a branch, a tag or a commit.")
+    return text
+
+
+Revision = Annotated[Text, AfterValidator(_revision)]
+
+
 class ModelSpec(Record):
     """The base model."""
 
@@ -41,7 +51,7 @@ class ModelSpec(Record):
         description="Hub name, or path of a transformers model directory. Matched with what the "
         "decode pods serve: on a pod that serves the same model its weights are shared."
     )
-    revision: Text = Field(default="main", description="Revision of a Hub model.")
+    revision: Revision = Field(default="main", description="Revision of a Hub model.")
     quantization: Literal["none", "nf4", "int8"] = Field(
         default="none",
         description="Form of the frozen weights: as they are, or in 4 or 8 bits by "

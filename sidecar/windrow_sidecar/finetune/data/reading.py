@@ -140,16 +140,19 @@ def read_dataset(
     for note in notes:
         log.warning("%s", note)
     kept: list[int] = []
-    for part, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        left = [row for row in range(begin, end, together) if row not in held]
-        if left:
-            kept += weighted(left, weights[part], seed=seed, part=part)
+    # A weight of 100 makes of ten million rows more numbers than a machine's memory holds.
+    with nullcontext() if access.trees is None else bounded_memory():
+        for part, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            left = [row for row in range(begin, end, together) if row not in held]
+            if left:
+                kept += weighted(left, weights[part], seed=seed, part=part)
+        numbers = [row + i for row in kept for i in range(together)]
     # Where evaluation rows begin, and how often rows come, is not in their tokens.
     digest = stored.digest if spec.eval_source is None else f"{stored.digest}/{trained}"
     if any(weight != 1.0 for weight in weights):
         digest = f"{digest}/{list(zip(ends, weights, strict=True))}"
     return DataSplit(
-        StoredRows(stored, [row + i for row in kept for i in range(together)]),
+        StoredRows(stored, numbers),
         StoredRows(stored, sorted(held)),
         rows.wrong.count,
         tokenizer.cut,
