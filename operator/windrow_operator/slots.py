@@ -41,7 +41,7 @@ _RANKS = (
     "Decode runs on {} ranks, and its sidecar starts a worker on one. Update the sidecar, or "
     "deploy an engine for each GPU (--tp-size 1); each is then a slot"
 )
-_OVER_RANKS = "; it runs on decode's {} ranks in time and compute, with memory of its own"
+_OVER_RANKS = "; it runs on decode's {} ranks"
 _SHOW_IT = (
     "In the HarvestPolicy set sidecar.gpuAccess: env on nodes of one tenant, or sidecar.form: "
     "sidecar where decode has its GPU by a ResourceClaim. Then recreate the pod"

@@ -11,7 +11,6 @@ import random
 from dataclasses import dataclass, replace
 
 import pytest
-from torch import distributed
 
 from windrow_sidecar.finetune.adapter.adapters import trainable
 from windrow_sidecar.finetune.engine.sharded_stream import RanksDiffer, RunTasklet, ShardedStream
@@ -28,7 +27,7 @@ from windrow_sidecar.testing.equality import (
     training_of,
     tuned_model,
 )
-from windrow_sidecar.testing.ranks import on_ranks, shard_of
+from windrow_sidecar.testing.ranks import broadcast, on_ranks, shard_of, told
 from windrow_sidecar.testing.rounding import apart, in_type_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,18 +48,6 @@ class Erratic:
     def fits(self, tasklet: Tasklet) -> bool:
         del tasklet
         return self.draw.random() < 0.5
-
-
-def broadcast(word):
-    """Send a word to the other ranks; None: take what the first one sends."""
-    held = [word]
-    distributed.broadcast_object_list(held, src=0)
-    return held[0]
-
-
-def told():
-    while (word := broadcast(None)) is not None:
-        yield word
 
 
 def lead(stream: ShardedStream, draw: random.Random):

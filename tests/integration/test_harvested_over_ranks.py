@@ -27,7 +27,14 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "windrow-tiny"
 ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
 Event = attach_pb2.JobEvent
-RANKS = 2
+POLICY = {
+    "name": "chat",
+    "policy": "windrow",
+    "mode": "harvest",
+    "objective_seconds": 2.0,  # whatever the machine does: this is about the chain, not the time
+    "percentile": 99,
+    "max_memory_percent": 50,
+}
 
 pytestmark = [
     pytest.mark.paired,
@@ -64,7 +71,9 @@ def start(words: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:
 
 
 @pytest.fixture
-async def pod():
+async def pod(request):
+    """An engine over two ranks, or as many as the test says, its agent, and an operator."""
+    ranks = getattr(request, "param", 2)
     with tempfile.TemporaryDirectory(prefix="wr-") as name:
         folder = Path(name)
         operator = AttachedOperator()
@@ -82,7 +91,7 @@ async def pod():
         }
         engine = [
             *("windrow_sidecar.engines.builtin", f"--model-path={MODEL}", f"--port={port}"),
-            f"--tp={RANKS}",
+            f"--tp={ranks}",
         ]
         agent = [
             "windrow_sidecar.agent",
@@ -93,6 +102,7 @@ async def pod():
         running = [start(words, env, folder / "pod.log") for words in (engine, agent)]
         try:
             await until(lambda: operator.has_engine, 120)
+            operator.set_policy(**POLICY)
             yield operator, f"http://127.0.0.1:{port}", folder, running
         finally:
             for process in reversed(running):
@@ -120,11 +130,13 @@ async def answers(url: str) -> list[str]:
         return list(await asyncio.gather(*(ask(client, n) for n in range(2))))
 
 
-def other_rank(folder: Path, *, epoch: int) -> psutil.Process:
-    """Return rank 1 of the worker of a placement: the first process that it has forked."""
+def ranks_of(folder: Path, epoch: int) -> list[psutil.Process]:
+    """Return the ranks of the worker of a placement: the first one has forked the others first."""
     started = re.findall(rf"epoch {epoch}: worker (\d+)", (folder / "pod.log").read_text())
     worker = psutil.Process(int(started[-1]))
-    return min(worker.children(), key=lambda child: child.pid)
+    ranks = int(worker.cmdline()[worker.cmdline().index("--tp") + 1])
+    others = sorted(worker.children(), key=lambda child: child.pid)
+    return [worker, *others[: ranks - 1]]
 
 
 def is_rank(process: psutil.Process, engine: int) -> bool:
@@ -150,30 +162,29 @@ async def first_of(operator: AttachedOperator, epoch: int, kind: int) -> attach_
     return found
 
 
+async def begun(operator: AttachedOperator, folder: Path, epoch: int) -> list[psutil.Process]:
+    """Assign a job that has no end; return its worker's ranks, once it has a checkpoint."""
+    operator.assign(job(folder, maxSteps=100_000), uid=f"uid-{epoch}", epoch=epoch)
+    await first_of(operator, epoch, Event.CHECKPOINTED)
+    return ranks_of(folder, epoch)
+
+
 async def test_a_job_over_ranks_outlives_its_ranks_and_decode_answers_as_alone(pod):
     operator, url, folder, (engine, _) = pod
     before = await answers(url)
-    operator.set_policy(
-        name="chat",
-        policy="windrow",
-        mode="harvest",
-        objective_seconds=2.0,  # whatever the machine does: this is about the chain, not the time
-        percentile=99,
-        max_memory_percent=50,
-    )
     operator.assign(job(folder, maxSteps=100_000))
     await first_of(operator, 1, Event.STARTED)
     assert await answers(url) == before
     await first_of(operator, 1, Event.CHECKPOINTED)
     assert "rank 1 of 2: sharing decode's weights" in (folder / "pod.log").read_text()
 
-    # A rank of the worker that is stopped, then killed: decode waits for neither.
-    other = other_rank(folder, epoch=1)
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        other.send_signal(number)
-        assert await answers(url) == before
-    failed = await until(lambda: operator.event(Event.FAILED), 60)
-    assert "rank 1 was ended by SIGKILL; the last good checkpoint is" in failed.detail
+    # A rank of the worker is stopped in the middle of a step: decode waits for it nowhere, and the
+    # job ends by the group's own bound.
+    ranks_of(folder, 1)[1].send_signal(signal.SIGSTOP)
+    assert await answers(url) == before
+    failed = await until(lambda: operator.event(Event.FAILED), 100)
+    assert "no rank has gone on with a tasklet for 10 s: rank 1 is stopped" in failed.detail
+    assert "the last good checkpoint is" in failed.detail
     step = failed.progress.checkpoint_step
 
     # The job goes on from there, to its end.
@@ -181,19 +192,19 @@ async def test_a_job_over_ranks_outlives_its_ranks_and_decode_answers_as_alone(p
     done = await first_of(operator, 2, Event.SUCCEEDED)
     assert done.progress.step == step + 2
     assert read_header(Path(done.adapter_path) / "adapter_model.safetensors").tensors
-    # Time and compute are shared; memory is not lent over ranks.
-    assert max(b.chunks_lent for b in operator.heartbeats) == 0
+    # Memory was lent on all ranks, also of chunks that the first worker had died with.
+    assert max(b.chunks_lent for b in operator.heartbeats) > 0
+    await until(lambda: operator.heartbeats[-1].chunks_lent == 0, 60)
 
     # The first rank of a worker takes the other along; a rank of decode ends the engine.
-    operator.assign(job(folder, maxSteps=100_000), uid="uid-3", epoch=3)
-    await first_of(operator, 3, Event.CHECKPOINTED)
-    other = other_rank(folder, epoch=3)
-    other.parent().kill()
+    first, other = await begun(operator, folder, 3)
+    first.kill()
     await until(lambda: events_of(operator, 3), 60)  # its failure
     await until(lambda: not is_running(other.pid), 30)
     assert await answers(url) == before
+    assert "harvesting is switched off" not in (folder / "pod.log").read_text()
     decodes = [p for p in psutil.Process(engine.pid).children() if is_rank(p, engine.pid)]
-    assert len(decodes) == RANKS - 1
+    assert len(decodes) == 1
     decodes[0].kill()
     assert await asyncio.to_thread(engine.wait, 30) == 1
     assert "rank 1 was ended by SIGKILL: so does the engine" in (folder / "pod.log").read_text()
@@ -208,3 +219,50 @@ async def test_a_job_over_ranks_outlives_its_ranks_and_decode_answers_as_alone(p
     steps, tasklets = await until(lambda: (both := logged())[0] and both[1] and both)
     assert {s.finetune_units for s in steps} & {1, 2}  # granted during steps
     assert {t.phase for t in tasklets} >= {"fwd", "bwd", "opt"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pod", [4], indirect=True)
+async def test_decode_over_four_ranks_answers_as_alone_whichever_part_is_killed_or_stopped(pod):
+    operator, url, folder, (_, agent) = pod
+    before = await answers(url)
+
+    # A rank that is killed ends the job by its name.
+    ranks = await begun(operator, folder, 1)
+    assert len(ranks) == 4
+    ranks[2].kill()
+    failed = await until(lambda: events_of(operator, 1), 100)
+    assert "rank 2 was ended by SIGKILL; the last good checkpoint is" in failed[0].detail
+    assert await answers(url) == before
+
+    # So does a last one that is stopped.
+    ranks = await begun(operator, folder, 2)
+    ranks[3].send_signal(signal.SIGSTOP)
+    assert await answers(url) == before
+    failed = await until(lambda: events_of(operator, 2), 100)
+    assert "rank 3 is stopped" in failed[0].detail
+
+    # A first rank that is stopped is silent for decode; it goes on, or the others end with it.
+    ranks = await begun(operator, folder, 3)
+    ranks[0].send_signal(signal.SIGSTOP)
+    assert await answers(url) == before
+    ranks[0].send_signal(signal.SIGCONT)
+    seen = len(told_of_checkpoints(operator, 3))
+    await until(lambda: len(told_of_checkpoints(operator, 3)) > seen, 100)
+    ranks[0].send_signal(signal.SIGSTOP)
+    ranks[0].kill()
+    await until(lambda: events_of(operator, 3), 60)
+    await until(lambda: not any(is_running(rank.pid) for rank in ranks), 60)
+    assert await answers(url) == before
+
+    # The agent takes the worker along, which gives its memory back; decode serves alone.
+    ranks = await begun(operator, folder, 4)
+    assert max(b.chunks_lent for b in operator.heartbeats) > 0
+    agent.kill()
+    await until(lambda: not any(is_running(rank.pid) for rank in ranks), 100)
+    assert await answers(url) == before
+    assert "harvesting is switched off" not in (folder / "pod.log").read_text()
+
+
+def told_of_checkpoints(operator: AttachedOperator, epoch: int) -> list[attach_pb2.JobEvent]:
+    return events_of(operator, epoch, Event.CHECKPOINTED)

@@ -96,13 +96,13 @@ def test_a_slot_of_several_ranks_says_what_to_run_instead():
 def test_a_slot_of_several_ranks_takes_a_job_where_its_sidecar_starts_as_many():
     condition, view = ready(tensor_parallel=2, ranks=2)
     assert condition["status"] == "True"
-    assert condition["message"].endswith("2 ranks in time and compute, with memory of its own")
+    assert condition["message"].endswith("it runs on decode's 2 ranks")
     assert not capacity_refusal(view)
     found = written(tensor_parallel=2, ranks=2)
     assert found["status"]["ranks"] == 2
     assert top.row_of(SlotView.of(found))[0].endswith(" x2")
     told = explain_slot(SlotView.of(found), [], NOW).shared
-    assert "on 2 ranks, which lend no memory" in told
+    assert "on 2 ranks" in told
     assert "ranks" not in written()["status"]
 
 

@@ -199,7 +199,7 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
 
         group: RankGroup | None = None
         if options.tp > 1:  # forked: before anything starts a thread, as the readers are
-            group = RankGroup(run_dir, options.tp, partition.cpus)
+            group = RankGroup(run_dir, options.tp, partition.cpus, options.epoch)
         readers = Readers()
         from windrow_sidecar.finetune.colocated.slot import open_slot
 

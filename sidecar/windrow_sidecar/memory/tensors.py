@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any, Protocol
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -10,8 +11,15 @@ from torch.utils.dlpack import from_dlpack
 from windrow_sidecar._core import Arena
 
 
+class HasBytes(Protocol):
+    """Memory of an arena, by the byte."""
+
+    def tensor(self, offset: int, n_bytes: int) -> Any:  # noqa: ANN401 - as `Arena.tensor`
+        """Return a part of it: uint8 [n_bytes], by DLPack."""
+
+
 def arena_tensor(
-    arena: Arena, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    arena: HasBytes, offset: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     """Return a tensor over part of the arena: [*shape], contiguous, nothing is copied.
 

@@ -6,7 +6,7 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from windrow_sidecar.compute.communicator import Communicator
 from windrow_sidecar.finetune.adapter.adapters import trainable
@@ -84,6 +84,19 @@ def shard_of(
                 parameter.copy_(values[name])
         parts.begin()
     return sharding, tuned, parts
+
+
+def broadcast(word: Any) -> Any:  # noqa: ANN401 - whatever is pickled
+    """Send a word of the first rank to the others; return it. What another rank passes is lost."""
+    held = [word]
+    distributed.broadcast_object_list(held, src=0)
+    return held[0]
+
+
+def told() -> Iterator[Any]:
+    """Yield on another rank what the first one broadcasts, until that is None."""
+    while (word := broadcast(None)) is not None:
+        yield word
 
 
 def _itself(tensor: Tensor) -> Tensor:

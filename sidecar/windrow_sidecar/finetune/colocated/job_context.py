@@ -77,7 +77,12 @@ class JobContext:
                 sharding=group.sharding if group is not None else None,
             )
         if group is not None:
-            group.lead(self.session.stream, lambda: shared.gate.active_units)
+            group.lead(
+                self.session.stream,
+                units=lambda: shared.gate.active_units,
+                bound_us=lambda: shared.gate.grant.in_flight_bound_us,
+                stall=job_state.stall,
+            )
         self._apart = why_apart(self.session, base)
         self.memory = self._tenancy.serve(self.session.stream, self.session.activation_budget)
         sharing = slot_device.sharing

@@ -24,7 +24,7 @@ from torch.utils.dlpack import from_dlpack
 
 from windrow.errors import Transient
 from windrow.rundir import RunDir
-from windrow_sidecar._core import Arena, AttachError, DriverUnavailable
+from windrow_sidecar._core import Arena, AttachError, DriverUnavailable, Inspection
 from windrow_sidecar.compute.communicator import Communicator
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.compute.host_device import HostDevice
@@ -32,7 +32,7 @@ from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.finetune.data.held_models import HeldModel
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.data.store import TokenFile
-from windrow_sidecar.finetune.engine.sharded_stream import ShardedStream
+from windrow_sidecar.finetune.engine.sharded_stream import Act, RunTasklet, ShardedStream
 from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.job.assembly import (
     JobSpec,
@@ -41,6 +41,7 @@ from windrow_sidecar.finetune.job.assembly import (
     open_session,
     read_examples,
 )
+from windrow_sidecar.finetune.job.rank_watch import RankWatch, late_after_s
 from windrow_sidecar.finetune.job.ranks import (
     LATE_AFTER_S,
     Leader,
@@ -50,7 +51,15 @@ from windrow_sidecar.finetune.job.ranks import (
     import_ahead,
     obey,
 )
-from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.memory.own_slot import OwnSlotMemory
+from windrow_sidecar.finetune.memory.ranked import (
+    AgreedChunks,
+    FollowingMemory,
+    LedBoundaries,
+    RankTables,
+)
+from windrow_sidecar.finetune.memory.slot_memory import SlotMemory
+from windrow_sidecar.finetune.model.boundaries import Boundaries, TorchBoundaries
 from windrow_sidecar.finetune.model.loading import (
     BaseModel,
     ExportedWeights,
@@ -62,6 +71,7 @@ from windrow_sidecar.finetune.tasklets import MicroLimits
 from windrow_sidecar.finetune.tensor_parallel.adapter import check_adapter
 from windrow_sidecar.finetune.tensor_parallel.shard import over_parts, read_shard
 from windrow_sidecar.finetune.tensor_parallel.sharding import Sharding
+from windrow_sidecar.finetune.training.health import StallWatch
 
 log = logging.getLogger(__name__)
 
@@ -83,21 +93,24 @@ class RankGroup:
         run_dir: of the slot.
         ranks: of its engine.
         cores: of the slot's device.
+        epoch: of the job that the worker is for: chunks are lent to it.
     """
 
-    def __init__(self, run_dir: RunDir, ranks: int, cores: tuple[int, ...]) -> None:
-        self._run_dir, self.ranks = run_dir, ranks
+    def __init__(self, run_dir: RunDir, ranks: int, cores: tuple[int, ...], epoch: int) -> None:
+        self._run_dir, self.ranks, self._epoch = run_dir, ranks, epoch
         import_ahead()
         self._meet = Path(tempfile.mkdtemp(prefix="windrow-ranks-"))
         # Every rank has it open by the same number; it has no name, so nothing of the rows stays.
         self._tokens = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the rows
         self._sharding: Sharding | None = None
+        self._watch: RankWatch | None = None
 
         def follow(rank: int, pipe: Connection) -> None:
             partition = HostPartition("finetune", cores, set_threads=threads_of_rank(ranks))
             os.sched_setaffinity(0, cores[-1:])
             partition.activate(1)
             joined = self._join(rank)
+            following = FollowingRank(run_dir, joined, epoch)
 
             def begin(stream: ShardedStream) -> None:
                 stream.take_units = partition.activate
@@ -106,8 +119,8 @@ class RankGroup:
             obey(
                 pipe,
                 self._tokens,
-                lambda order: load_rank(order, run_dir, joined),
-                _open_on_rank,
+                following.load,
+                following.open,
                 begin,
             )
 
@@ -149,8 +162,34 @@ class RankGroup:
         order = LoadBase(job, folder, of_hub)
         self._leader.tell(order)
         assert self._leader.communicator is not None
-        base, self._sharding = load_rank(order, self._run_dir, self._leader.communicator)
+        base, self._sharding, _ = load_rank(order, self._run_dir, self._leader.communicator)
         return base
+
+    def memory(self, arena: Arena, base: BaseModel) -> SlotMemory:
+        """Return the memory of the slot: chunks of every rank's arena, or torch's own.
+
+        Args:
+            arena: of decode's rank 0, attached.
+            base: the model, for which activations are kept.
+
+        Raises:
+            Transient: decode's rank is not there.
+        """
+        if not _decode_lends(self._run_dir):
+            return OwnSlotMemory()
+        sockets = [self._run_dir.of_rank(n).arena_socket() for n in range(1, self.ranks)]
+        try:
+            others = [Inspection.open(str(socket)) for socket in sockets]
+        except AttachError as error:
+            raise Transient(f"the chunks of decode's ranks cannot be seen: {error}") from error
+        return LedBoundaries(
+            AgreedChunks(arena),
+            RankTables([arena, *others], self._epoch),
+            self._epoch,
+            self._leader.tell,
+            boundaries=base.config.num_hidden_layers,
+            bytes_per_token=boundary_bytes(base),
+        )
 
     def read(self, job: JobSpec, base: BaseModel, alive: Callable[[], None]) -> DataSplit:
         """Read the job's rows, and have every other rank put the job together over them.
@@ -166,11 +205,37 @@ class RankGroup:
         self._leader.tell(OpenJob(job, rows, tokens))
         return rows
 
-    def lead(self, stream: TaskletStream, units: Callable[[], int]) -> None:
-        """Have the others run each tasklet of the job; `units`: of the device, for the next one."""
+    def lead(
+        self,
+        stream: TaskletStream,
+        units: Callable[[], int],
+        bound_us: Callable[[], int],
+        stall: StallWatch,
+    ) -> None:
+        """Have the others run each tasklet of the job.
+
+        Args:
+            stream: of the job.
+            units: of the device, for the next tasklet.
+            bound_us: what decode's policy allows to be in flight.
+            stall: hears of a rank that is late.
+        """
         assert isinstance(stream, ShardedStream)
-        stream.tell, stream.await_ranks = self._leader.tell, self._leader.await_ranks
-        stream.units = units
+        leader = self._leader
+        watch = RankWatch(leader.processes, lambda: late_after_s(bound_us()), stall.found)
+
+        def tell(act: Act) -> None:
+            if isinstance(act, RunTasklet):
+                watch.begin()
+            leader.tell(act)
+
+        def await_ranks() -> None:
+            leader.await_ranks()
+            watch.end()
+
+        stream.tell, stream.await_ranks, stream.units = tell, await_ranks, units
+        self._watch = watch
+        watch.watch()
 
     def explain(self, error: Exception) -> Exception:
         """Return what a rank says of its end, where that is why `error` came; else `error`."""
@@ -178,11 +243,59 @@ class RankGroup:
 
     def end(self) -> None:
         """End the other ranks, and wait for them."""
+        if self._watch is not None:
+            self._watch.close()
         self._leader.end()
 
 
-def load_rank(order: LoadBase, run_dir: RunDir, ranks: Communicator) -> tuple[BaseModel, Sharding]:
+class FollowingRank:
+    """A rank that follows the first one: what it loads, and the memory of its part of the job.
+
+    Args:
+        run_dir: of the slot.
+        ranks: collectives of all ranks.
+        epoch: that chunks are lent to.
+    """
+
+    def __init__(self, run_dir: RunDir, ranks: Communicator, epoch: int) -> None:
+        self._run_dir, self._ranks, self._epoch = run_dir, ranks, epoch
+        self._arena: Arena | None = None
+
+    def load(self, order: LoadBase) -> tuple[BaseModel, Sharding]:
+        """Load this rank's shard (see `load_rank`)."""
+        base, sharding, self._arena = load_rank(order, self._run_dir, self._ranks)
+        return base, sharding
+
+    def open(
+        self, job: JobSpec, base: BaseModel, rows: DataSplit, sharding: Sharding
+    ) -> TrainingSession:
+        """Put a job together: the first rank says how large groups are, and in which chunks."""
+        memory: FollowingMemory | None = None
+        boundaries: Boundaries = TorchBoundaries()
+        if self._arena is not None and _decode_lends(self._run_dir):
+            memory = FollowingMemory(
+                *(self._arena, self._epoch),
+                boundaries=base.config.num_hidden_layers,
+                bytes_per_token=boundary_bytes(base),
+            )
+            boundaries = memory.tenancy
+        limits = MicroLimits(1)
+        runtime = TaskletRuntime(boundaries, lambda: limits, device=HostDevice())
+        session = open_session(job, base, runtime, rows=rows, sharding=sharding)
+        if memory is not None:
+            assert isinstance(session.stream, ShardedStream)
+            memory.serve(session.stream, session.activation_budget)
+            session.stream.follow_chunks = memory.follow
+        return session
+
+
+def load_rank(
+    order: LoadBase, run_dir: RunDir, ranks: Communicator
+) -> tuple[BaseModel, Sharding, Arena]:
     """Load a rank's shard of a job's base model: decode's own memory, or from the files.
+
+    Returns:
+        it, how the model is cut, and the arena of decode's rank.
 
     Raises:
         UserError: it cannot be had, or cannot be cut so.
@@ -216,7 +329,7 @@ def load_rank(order: LoadBase, run_dir: RunDir, ranks: Communicator) -> tuple[Ba
     found = replace(
         base, config=whole[0], shared=shared, folder=str(order.folder), of_hub=order.of_hub
     )
-    return found, Sharding(ranks, whole[0])
+    return found, Sharding(ranks, whole[0]), arena
 
 
 def _decodes_shard(
@@ -231,10 +344,12 @@ def _decodes_shard(
     return ExportedWeights(manifest, from_dlpack(arena.imported(WEIGHTS)))
 
 
-def _open_on_rank(
-    job: JobSpec, base: BaseModel, rows: DataSplit, sharding: Sharding
-) -> TrainingSession:
-    """Put a job together on a rank that follows: the first one says how large groups are."""
-    limits = MicroLimits(1)
-    runtime = TaskletRuntime(TorchBoundaries(), lambda: limits, device=HostDevice())
-    return open_session(job, base, runtime, rows=rows, sharding=sharding)
+def _decode_lends(run_dir: RunDir) -> bool:
+    """Return whether decode's ranks lend memory; an engine that does not say so lends none."""
+    manifest = read_manifest(run_dir.weights_manifest())
+    return manifest is not None and bool(manifest.get("lends"))
+
+
+def boundary_bytes(base: BaseModel) -> int:
+    """Bytes of a token between two layers."""
+    return int(base.config.hidden_size * base.dtype.itemsize)

@@ -39,7 +39,6 @@ from windrow_sidecar.finetune.job.ledger import JobState
 from windrow_sidecar.finetune.memory.allocated import AllocatedMemory, Residents
 from windrow_sidecar.finetune.memory.lent import LentBoundaries
 from windrow_sidecar.finetune.memory.lent_layers import LentLayers
-from windrow_sidecar.finetune.memory.own_slot import OwnSlotMemory
 from windrow_sidecar.finetune.memory.slot_memory import SlotMemory
 from windrow_sidecar.finetune.model.hub_models import THIS_PROCESS, HubReader
 from windrow_sidecar.finetune.model.loading import (
@@ -283,7 +282,7 @@ class WorkerSlot:
         if (allocated := self._slot_device.memory) is not None:
             allocated.residents = self._residents
         elif self._group is not None:
-            self._memory = OwnSlotMemory()
+            self._memory = self._group.memory(self._arena, self._base)
         else:
             self._memory = self._lent_boundaries(self._base)
         return self._base if self._is_alone(job) else shallow_clone(self._base)

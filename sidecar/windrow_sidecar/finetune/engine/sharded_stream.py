@@ -62,15 +62,33 @@ class RestoreTensors:
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-Act = RunTasklet | AssembleTensors | RestoreTensors
+@dataclass(frozen=True, slots=True)
+class FollowChunks:
+    """Tells the ranks which lent chunks to use, and which to leave, before the next tasklet.
+
+    Attributes:
+        held: chunks that every rank has, ascending.
+        leave: chunks that every rank gives back.
+        free_bytes: of the host's memory, for what leaves its chunks on one rank: all ranks decide
+            by it whether a group goes on from there.
+        vacated: nothing of the job is needed any more, and every chunk goes back.
+    """
+
+    held: tuple[int, ...]
+    leave: tuple[int, ...]
+    free_bytes: int
+    vacated: bool = False
+
+
+Act = RunTasklet | AssembleTensors | RestoreTensors | FollowChunks
 
 
 class ShardedStream(TaskletStream):
     """The tasklets of one job on one rank.
 
     On the first rank it is used as any stream is, once `tell` is set. On the others `follow` does
-    the same acts. The others do not hear of a group that is dropped: the first rank drops one only
-    when the job ends.
+    the same acts. A group that is given up on its way is given up on all of them by `FollowChunks`;
+    of one that the first rank drops as the job ends they do not hear.
 
     Args:
         parts: of the adapter.
@@ -84,6 +102,7 @@ class ShardedStream(TaskletStream):
             many as before.
         take_units: called on the others with that number.
         ran: called on the others after each tasklet.
+        follow_chunks: called on the others with what the first rank says of lent chunks.
     """
 
     def __init__(
@@ -104,6 +123,7 @@ class ShardedStream(TaskletStream):
         self.units: Callable[[], int] = lambda: 0
         self.take_units: Callable[[int], None] = lambda units: None
         self.ran: Callable[[], None] = lambda: None
+        self.follow_chunks: Callable[[FollowChunks], None] = lambda told: None
 
     def run(self, tasklet: Tasklet) -> Outcome | None:
         """Run a tasklet on all ranks (see `TaskletStream.run`)."""
@@ -154,6 +174,8 @@ class ShardedStream(TaskletStream):
         for act in acts:
             if isinstance(act, RunTasklet):
                 self._follow_tasklet(act)
+            elif isinstance(act, FollowChunks):
+                self.follow_chunks(act)
             elif isinstance(act, AssembleTensors):
                 self._adapter_parts.assemble(self.tensors())
             else:

@@ -97,6 +97,11 @@ class Leader:
         self.communicator: Communicator | None = None
         self._status: dict[int, int] = {}
 
+    @property
+    def processes(self) -> list[int]:
+        """Process ids of all ranks, this one's first."""
+        return [os.getpid(), *(process for process, _ in self._others)]
+
     def tell(self, act: Act | LoadBase | OpenJob | EndRank) -> None:
         """Tell all other ranks what to do next.
 

@@ -12,11 +12,12 @@ is, and what the others do (end, forget, look) leaves its activations alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
 from windrow.errors import InvariantBroken
-from windrow_sidecar._core import Arena
+from windrow_sidecar._core import Geometry
 from windrow_sidecar.compute.host_device import available_bytes
 from windrow_sidecar.finetune.engine.joint_stream import JointStream
 from windrow_sidecar.finetune.engine.stream import TaskletStream
@@ -31,7 +32,27 @@ from windrow_sidecar.finetune.memory.training_memory import replan_if_short
 from windrow_sidecar.finetune.offload.job_state import SPILL_SHARE, JobOffload
 from windrow_sidecar.finetune.recompute.activation_budget import ActivationBudget
 from windrow_sidecar.finetune.tasklets import Tasklet
-from windrow_sidecar.memory.tensors import arena_tensor
+from windrow_sidecar.memory.tensors import HasBytes, arena_tensor
+
+
+class LentChunks(HasBytes, Protocol):
+    """Chunks that a worker has been lent: an attached `Arena`, or what ranks have agreed on."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """Sizes of the arena."""
+
+    def chunk_offset(self, chunk: int) -> int:
+        """Return where a chunk begins in the arena."""
+
+    def held(self, owner: int) -> list[int]:
+        """Chunks that are lent to that owner, ascending."""
+
+    def draining(self, owner: int) -> list[int]:
+        """Chunks of that owner that are asked back."""
+
+    def give_back(self, chunk: int, *, owner: int) -> None:
+        """Return a chunk to decode."""
 
 
 class LentBoundaries:
@@ -42,7 +63,7 @@ class LentBoundaries:
     missing later.
 
     Args:
-        arena: attached, as a peer.
+        arena: attached, as a peer; or the chunks that ranks have agreed on.
         owner: this worker's epoch.
         boundaries: of a micro-batch: one for each layer.
         bytes_per_token: of one boundary.
@@ -57,7 +78,7 @@ class LentBoundaries:
 
     def __init__(
         self,
-        arena: Arena,
+        arena: LentChunks,
         owner: int,
         *,
         boundaries: int,

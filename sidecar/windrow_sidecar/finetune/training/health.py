@@ -128,6 +128,7 @@ class StallWatch:
         self._lost_s = 0.0  # that did not count, until now; only the watching thread changes it
         self._looked: tuple[float, Mapping[str, float]] | None = None
         self._closing = threading.Event()
+        self._tell: Callable[[Unhealthy], None] = lambda found: None
 
     def begin(self, what: str = "a tasklet", after_s: float | None = None) -> None:
         """Note that work begins now; `after_s`: how long it may take."""
@@ -193,6 +194,7 @@ class StallWatch:
     def watch(self, tell: Callable[[Unhealthy], None]) -> None:
         """Call `tell`, once, from a thread of its own; the stuck thread cannot."""
         every_s = min(_LOOK_EVERY_S, self._after_s)
+        self._tell = tell
 
         def look() -> None:
             while not self._closing.wait(every_s):
@@ -202,6 +204,10 @@ class StallWatch:
                     return
 
         threading.Thread(target=look, name="stall-watch", daemon=True).start()
+
+    def found(self, what: Unhealthy) -> None:
+        """Tell of work that does not end, as another watch has found it."""
+        self._tell(what)
 
     def close(self) -> None:
         """Stop watching."""

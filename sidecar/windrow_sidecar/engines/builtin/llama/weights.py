@@ -166,10 +166,11 @@ def view(layout: Layout, storage: torch.Tensor, *names: str) -> torch.Tensor:
 def write_manifest(path: Path, layout: Layout, fingerprint: str, ranks: int = 1) -> None:
     """Write the manifest so that a reader sees either nothing or all of it.
 
-    `ranks`: over which the model is cut, where the layout is that of one of them.
+    `ranks`: over which the model is cut, where the layout is that of one of them. Its arena lends.
     """
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps({**layout.manifest(fingerprint), "ranks": ranks}))
+    found = {**layout.manifest(fingerprint), "ranks": ranks, "lends": True}
+    draft.write_text(json.dumps(found))
     os.replace(draft, path)
 
 
