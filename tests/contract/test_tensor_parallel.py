@@ -15,11 +15,19 @@ import torch
 from torch.nn import functional
 
 from windrow.errors import UserError
-from windrow_sidecar.engines.shard_cuts import ShardSizes
+from windrow_sidecar.compute.communicator import Communicator
+from windrow_sidecar.engines.shard_cuts import BY_COLUMNS, ShardSizes
 from windrow_sidecar.finetune.adapter.adapters import ADAPTER, add_adapter, trainable
 from windrow_sidecar.finetune.engine.stages import StepDone
-from windrow_sidecar.finetune.tensor_parallel.adapter import RanksApart, check_adapter
+from windrow_sidecar.finetune.tensor_parallel.adapter import AdapterParts, RanksApart, check_adapter
 from windrow_sidecar.finetune.tensor_parallel.cross_entropy import VocabularyCrossEntropy
+from windrow_sidecar.finetune.tensor_parallel.placements import (
+    CHOSEN,
+    AdapterPlacement,
+    Held,
+    WeightCut,
+)
+from windrow_sidecar.finetune.tensor_parallel.shard import sharded, stand_in
 from windrow_sidecar.qos.view import Phase
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import (
@@ -46,6 +54,7 @@ class Case:
 
 
 LORA = {"rank": 4, "alpha": 8}
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 # The models have 4 heads, 2 key-value heads and 96 words: over 4 ranks each key-value head is on
 # two of them, and of 128 padded words the last rank has padding alone.
 CASES = {
@@ -275,3 +284,29 @@ def test_a_model_that_cannot_be_cut_evenly_is_refused(kind, options, ranks, why)
     with pytest.raises(UserError, match=why) as refused:
         ShardSizes.of(random_model(kind, **options).config, ranks)
     assert refused.value.remedy
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_matrices_are_placed_where_the_enumeration_of_all_placements_says(ranks):
+    """What is built is what `placements` has chosen as the cheapest (`test_adapter_placements`)."""
+    model = random_model("Llama")
+    config, alone = model.config, Communicator(0, ranks, torch.device("cpu"))
+    spec = small_spec({"lora": {"rank": 4, "alpha": 8}})
+    tensors = {name: (lambda p=p: p) for name, p in model.named_parameters()}
+    tuned = tuned_model(sharded(tensors, config, alone, torch.float32), spec)
+    parts = AdapterParts(
+        ShardSizes.of(config, ranks),
+        alone,
+        tuned,
+        tuned_model(stand_in(config, torch.float32), spec),
+    )
+    held = {"lora_A": {None: Held.WHOLE, 0: Held.RANK, 1: Held.IN}}
+    held["lora_B"] = {None: Held.WHOLE, 0: Held.OUT, 1: Held.RANK}
+    found = {}
+    for name in trainable(tuned):
+        *_, module, matrix, _, _ = name.split(".")
+        found.setdefault(module, {})[matrix] = held[matrix][parts.part(name).dim]
+    assert found.keys() == {*BY_COLUMNS, *COLUMN_PARALLEL}
+    for module, at in found.items():
+        cut = WeightCut.ROW if module in BY_COLUMNS else WeightCut.COLUMN
+        assert AdapterPlacement(at["lora_A"], at["lora_B"]) == CHOSEN[cut], module

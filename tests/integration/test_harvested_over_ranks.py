@@ -183,7 +183,7 @@ async def test_a_job_over_ranks_outlives_its_ranks_and_decode_answers_as_alone(p
     ranks_of(folder, 1)[1].send_signal(signal.SIGSTOP)
     assert await answers(url) == before
     failed = await until(lambda: operator.event(Event.FAILED), 100)
-    assert "no rank has gone on with a tasklet for 10 s: rank 1 is stopped" in failed.detail
+    assert "no rank has gone on with its part for 10 s: rank 1 is stopped" in failed.detail
     assert "the last good checkpoint is" in failed.detail
     step = failed.progress.checkpoint_step
 

@@ -49,7 +49,7 @@ def test_ranks_that_rest_in_a_tasklet_are_told_once_the_bound_is_over(ranks):
     assert ranks.passes(10) is None
     found = ranks.passes(2)
     assert found.reason == Reason.NO_PROGRESS
-    assert str(found) == "no rank has gone on with a tasklet for 5 s"
+    assert str(found) == "no rank has gone on with its part for 5 s"
 
 
 def test_one_that_computes_or_waits_for_a_core_goes_on(ranks):

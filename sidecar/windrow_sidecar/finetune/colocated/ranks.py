@@ -32,7 +32,7 @@ from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.finetune.data.held_models import HeldModel
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.data.store import TokenFile
-from windrow_sidecar.finetune.engine.sharded_stream import Act, RunTasklet, ShardedStream
+from windrow_sidecar.finetune.engine.sharded_stream import Act, FollowChunks, ShardedStream
 from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.job.assembly import (
     JobSpec,
@@ -225,15 +225,12 @@ class RankGroup:
         watch = RankWatch(leader.processes, lambda: late_after_s(bound_us()), stall.found)
 
         def tell(act: Act) -> None:
-            if isinstance(act, RunTasklet):
+            if not isinstance(act, FollowChunks):
                 watch.begin()
             leader.tell(act)
 
-        def await_ranks() -> None:
-            leader.await_ranks()
-            watch.end()
-
-        stream.tell, stream.await_ranks, stream.units = tell, await_ranks, units
+        stream.tell, stream.await_ranks, stream.acted = tell, leader.await_ranks, watch.end
+        stream.units = units
         self._watch = watch
         watch.watch()
 

@@ -98,6 +98,7 @@ class ShardedStream(TaskletStream):
     Attributes:
         tell: called on the first rank with each act before it.
         await_ranks: called there after each tasklet: returns once all other ranks have run it.
+        acted: called there at the end of each act that all ranks take part in.
         units: says there on how many units of its device a rank runs the next tasklet; 0: on as
             many as before.
         take_units: called on the others with that number.
@@ -120,6 +121,7 @@ class ShardedStream(TaskletStream):
         self._adapter_parts = parts
         self.tell: Callable[[Act], None] = lambda act: None
         self.await_ranks: Callable[[], None] = lambda: None
+        self.acted: Callable[[], None] = lambda: None
         self.units: Callable[[], int] = lambda: 0
         self.take_units: Callable[[int], None] = lambda units: None
         self.ran: Callable[[], None] = lambda: None
@@ -130,6 +132,7 @@ class ShardedStream(TaskletStream):
         self.tell(RunTasklet(tasklet, self._group_limits, self.units()))
         outcome = super().run(tasklet)
         self.await_ranks()
+        self.acted()
         return outcome
 
     def _next_limits(self) -> MicroLimits:
@@ -153,6 +156,7 @@ class ShardedStream(TaskletStream):
         shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
         self.tell(RestoreTensors(position, shapes))
         self._restore(position, tensors)
+        self.acted()
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -199,7 +203,9 @@ class ShardedStream(TaskletStream):
 
     def _assembled(self) -> dict[str, Tensor]:
         self.tell(AssembleTensors())
-        return self._adapter_parts.assemble(self.tensors())
+        assembled = self._adapter_parts.assemble(self.tensors())
+        self.acted()
+        return assembled
 
     def _restore(self, position: Position, tensors: Mapping[str, Tensor]) -> None:
         found = self._adapter_parts.spread(tensors)

@@ -1,8 +1,8 @@
-"""Notice that the ranks of a job have come to rest in the middle of a tasklet: one is late.
+"""Notice that the ranks of a job have come to rest in the middle of an act: one is late.
 
-A tasklet has collectives in it, so a rank that does not come makes all others wait, and they use
-no core then. Time alone says nothing: a machine that is shared by many is slow. Ranks that compute,
-or are ready and have no core, or wait for a disk, go on, however slowly.
+A tasklet has collectives in it, as a checkpoint has, so a rank that does not come makes all others
+wait, and they use no core then. Time alone says nothing: a machine that is shared by many is slow.
+Ranks that compute, or are ready and have no core, or wait for a disk, go on, however slowly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def worked_s(process: int) -> float:
     """Return for how long a rank has had a core or waited for one, seconds.
 
     Of this process, whose other threads talk to the agent, the thread that computes; of another one
-    all threads. Infinite where it waits for a disk, or has ended: its end is told otherwise. See
+    all threads. Infinite where it waits for a disk, or has ended, which its leader notices. See
     Documentation/scheduler/sched-stats.rst.
     """
     tasks = Path(f"/proc/{process}/task")
@@ -51,7 +51,7 @@ def worked_s(process: int) -> float:
 
 
 class RankWatch:
-    """Tell, once, of a tasklet in which no rank goes on.
+    """Tell, once, of a tasklet or a checkpoint in which no rank goes on.
 
     `begin` and `end` are called by the thread that runs tasklets, all else by another one.
 
@@ -74,35 +74,35 @@ class RankWatch:
     ) -> None:
         self._processes, self._bound_s, self._tell = processes, bound_s, tell
         self._worked, self._clock = worked, clock
-        self._tasklet = 0  # even: none runs
-        self._seen = (0, 0.0, 0.0)  # the tasklet, when, and what had been worked then
+        self._act = 0  # even: none runs
+        self._seen = (0, 0.0, 0.0)  # the act, when, and what had been worked then
         self._rests_since_s = 0.0
         self._closing = threading.Event()
 
     def begin(self) -> None:
-        """Note that a tasklet begins."""
-        self._tasklet += 1 + self._tasklet % 2
+        """Note that a tasklet begins, or another act of all ranks."""
+        self._act += 1 + self._act % 2
 
     def end(self) -> None:
-        """Note that all ranks have run it."""
-        self._tasklet += self._tasklet % 2
+        """Note that all ranks have done it."""
+        self._act += self._act % 2
 
     def look(self) -> Unhealthy | None:
         """Return what to say of ranks that rest; to be called every so often."""
-        now_s, tasklet = self._clock(), self._tasklet
-        worked = sum(map(self._worked, self._processes)) if tasklet % 2 else 0.0
+        now_s, act = self._clock(), self._act
+        worked = sum(map(self._worked, self._processes)) if act % 2 else 0.0
         before, at_s, worked_before = self._seen
-        self._seen = (tasklet, now_s, worked)
+        self._seen = (act, now_s, worked)
         passed_s = now_s - at_s
         # Who looks too late was stopped or had no core, and the other ranks may have been as well.
-        goes_on = tasklet != before or passed_s > 4 * _LOOK_EVERY_S
-        if goes_on or not tasklet % 2 or not worked - worked_before <= _AT_REST * passed_s:
+        goes_on = act != before or passed_s > 4 * _LOOK_EVERY_S
+        if goes_on or not act % 2 or not worked - worked_before <= _AT_REST * passed_s:
             self._rests_since_s = now_s
             return None
         bound_s = self._bound_s()
         if now_s - self._rests_since_s < bound_s:
             return None
-        detail = f"no rank has gone on with a tasklet for {bound_s:.0f} s"
+        detail = f"no rank has gone on with its part for {bound_s:.0f} s"
         return Unhealthy(Reason.NO_PROGRESS, detail)
 
     def watch(self) -> None:

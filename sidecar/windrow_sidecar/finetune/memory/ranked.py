@@ -100,7 +100,7 @@ class RankTables:
 
     def __init__(self, tables: Sequence[Borrowed], owner: int) -> None:
         self._tables, self._owner = tables, owner
-        self._leaving: set[int] = set()  # told, and not gone from every table yet
+        self._leaving: set[int] = set()  # chunks that the ranks have heard of
         self._held: tuple[int, ...] = ()
 
     def look(self, free_bytes: Callable[[], int]) -> FollowChunks | None:
@@ -111,7 +111,7 @@ class RankTables:
         held = [set(table.held(self._owner)) for table in self._tables]
         draining = [set(table.draining(self._owner)) for table in self._tables]
         asked = set().union(*draining)
-        # This rank has returned what it told the others to return: what it has again is lent again.
+        # This rank has given such a chunk back: one that it has now was lent since.
         self._leaving &= set().union(*held, *draining) - (held[0] | draining[0])
         leave = tuple(sorted(asked - self._leaving))
         usable = tuple(sorted(set.intersection(*held) - asked))
