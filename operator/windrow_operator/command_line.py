@@ -166,7 +166,10 @@ def _reads_like_a_line(word: str) -> bool:
     return any(space in word for space in (" -", "\n")) and word.lstrip()[:1] not in ("{", "[")
 
 
-def _of_shell(script: str, known: dict[str, str], room: _Room) -> list[list[str]]:
+def _of_shell(
+    script: str, known: MutableMapping[str, str], room: _Room, *, within: bool = False
+) -> list[list[str]]:
+    """Return the commands of a script; of one that a command of it runs, too, but none within."""
     text = _COMMENT.sub(r"\1", script.replace("\\\n", " ")).replace("\n", " ; ")
     try:
         tokens = shell_words(text, separates=True)
@@ -195,7 +198,18 @@ def _of_shell(script: str, known: dict[str, str], room: _Room) -> list[list[str]
             if "=" in word and word[0] != "-" and (given := _ASSIGNMENT.fullmatch(word)):
                 own[given[1]] = given[2]
             commands[-1] += _split(token, word)
-    return commands
+    inner = [] if within else [each for command in commands if (each := _script_of(command))]
+    return commands + [
+        command for each in inner for command in _of_shell(each, own, room, within=True)
+    ]
+
+
+def _script_of(command: Sequence[str]) -> str:
+    """Return the script that a command has a shell run: eval's words, or that behind -c."""
+    if command[:1] == ["eval"]:
+        return " ".join(command[1:])
+    at = _script_at(command)
+    return command[at] if at >= 0 else ""
 
 
 def _all_of(array: list[str], room: _Room) -> list[str]:

@@ -117,6 +117,7 @@ def test_a_gpu_of_another_maker_is_said(resource):
         ["bash", "-c", "pip install vllm && exec python3 -m sglang.launch_server"],
         ["bash", "-c", "echo starting vllm\npython3 -m sglang.launch_server # not vllm"],
         ["python3", "-m", "sglang.launch_server", "--tokenizer", "vllm"],
+        ["sh", "-c", 'eval "python3 -m sglang.launch_server ${MORE}"'],
     ],
 )
 def test_sglang_is_known_by_what_is_started(command):
@@ -238,6 +239,8 @@ def test_the_evidence_is_said():
         (["sh", "-c", f"cd /mnt/models; {' '.join(SGLANG)} --model ./chat"], "/mnt/models/chat"),
         (["sh", "-c", f"cd $(pwd); {' '.join(SGLANG)} --model ./chat"], "./chat"),
         (["x", "--model-path", "./chat"], "/work/chat"),
+        (["sh", "-c", 'eval "x --model-path ${MODEL_PATH} ${MORE}"'], "/mnt/models/chat"),
+        (["sh", "-c", "A=/b; timeout 9 bash -c 'x --model-path $A'"], "/b"),
     ],
 )
 def test_a_models_path_is_that_of_its_variable(words, model):
@@ -325,6 +328,12 @@ def test_a_server_is_what_is_started_and_not_what_it_serves_or_balances():
     balancer = container("lb", command=["python3", "-m", "sglang.srt.disaggregation.mini_lb"])
     body = pod(container(command=[*SGLANG, "--config", "/c.yaml"]), balancer)
     assert [each["name"] for each in find_decoders(body).containers] == ["main"]
+
+
+def test_a_script_that_a_script_runs_is_read():
+    line = f"{' '.join(SGLANG)} {' '.join(DECODE)}"
+    asked = container(command=["/bin/bash", "-c"], args=[f'set -e\neval "{line} $MORE"'])
+    assert matching_rule(pod(asked, labels={})) == "arguments"
 
 
 def test_options_in_a_variable_are_those_of_the_command():
