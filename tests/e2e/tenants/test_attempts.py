@@ -59,7 +59,9 @@ def prey(blue, sidecar):
                         {
                             "name": "HF_TOKEN",
                             "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}},
-                        }
+                        },
+                        {"name": "HF_ENDPOINT", "value": "https://hub.example"},
+                        {"name": "SSL_CERT_FILE", "value": "$(CERTIFICATES)/ca.pem"},
                     ],
                 }
             ],
@@ -135,6 +137,18 @@ CONTAINERS = {
         lambda c: with_env(c, name="HF_TOKEN", valueFrom=secret_of("hub", "admin")),
         "no container of the pod takes it",
     ),
+    "another_hub_for_the_token_of_decode": (
+        lambda c: with_env(c, name="HF_ENDPOINT", value="https://evil.example"),
+        "says otherwise than decode's",
+    ),
+    "another_proxy": (
+        lambda c: with_env(c, name="https_proxy", value="http://evil.example:3128"),
+        "says otherwise than decode's",
+    ),
+    "another_authority": (
+        lambda c: with_env(c, name="REQUESTS_CA_BUNDLE", value="/data/ca.pem"),
+        "says otherwise than decode's",
+    ),
     "another_operator": (
         lambda c: (
             c
@@ -172,6 +186,8 @@ def test_the_operators_own_sidecar_is_admitted(thief, blue, prey, sidecar):
     assert [c.name for c in made.spec.ephemeral_containers] == ["windrow-1"]
     # What decode uses, its sidecar may use.
     more = with_env(sidecar, name="HF_TOKEN", valueFrom=secret_of("hub"))
+    more = with_env(more, name="HF_ENDPOINT", value="https://hub.example")
+    more = with_env(more, name="SSL_CERT_FILE", value="/etc/ca.pem")  # as it is expanded
     more = with_mount(more, name="data", mountPath="/data", readOnly=True)
     patch = {"spec": {"ephemeralContainers": [more]}}
     core.patch_namespaced_pod_ephemeralcontainers(prey, blue.namespace, patch, dry_run="All")

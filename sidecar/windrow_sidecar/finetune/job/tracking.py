@@ -235,7 +235,9 @@ def _identity(job: JobSpec) -> str:
 def _params(job: JobSpec) -> dict[str, str]:
     spec = job.spec
     shown: dict[str, Any] = {
-        part: getattr(spec, part).model_dump(mode="json", by_alias=True, exclude_none=True)
+        part: getattr(spec, part).model_dump(
+            mode="json", by_alias=True, exclude_none=True, exclude={"secret_ref"}
+        )
         for part in ("model", "adapter", "training")
     }
     shown["dataset"] = {name.rpartition(".")[2]: redacted(p) for name, p in spec.dataset.sources}
