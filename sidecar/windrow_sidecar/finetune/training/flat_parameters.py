@@ -45,7 +45,7 @@ class FlatParameters:
         self._show()
 
     def zeros(self, dtype: torch.dtype) -> Tensor:
-        """Return new memory of the shape of `whole`, of zeros."""
+        """Return new memory of the shape of `whole`, [elements], of zeros."""
         if self.is_alone:
             return torch.zeros_like(self.whole, dtype=dtype)
         return torch.zeros(self._elements, dtype=dtype, device=self.members[0].device)
@@ -74,7 +74,11 @@ class FlatParameters:
         return self.views(held)
 
     def joined(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return what `of_members` has returned, wherever it is, as one copy on `device`.
+        """Return one copy on `device` of what `of_members` has returned, [elements] or its own shape.
+
+        Args:
+            parts: wherever they are, [...] each.
+            device: of the copy.
 
         Raises:
             RuntimeError: the parts are of other parameters.
@@ -108,7 +112,7 @@ def laid_out(parameters: Sequence[nn.Parameter], *, alone: bool) -> list[FlatPar
 
     Args:
         parameters: in their order, which those of one kind keep.
-        alone: whether each stays by itself.
+        alone: whether each keeps memory of its own.
     """
     if alone:
         return [FlatParameters([parameter], alone=True) for parameter in parameters]
