@@ -74,7 +74,7 @@ class FlatParameters:
         return self.views(held)
 
     def joined(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return one copy on `device` of what `of_members` has returned, [elements] or its own shape.
+        """Return one copy on `device` of what `of_members` has returned: [elements], or [].
 
         Args:
             parts: wherever they are, [...] each.
