@@ -738,6 +738,19 @@ def test_answers_to_a_prompt_hold_no_question_behind_them(form):
             assert [rendered.text[begin:end] for begin, end in rendered.learnt] == [said]
 
 
+ADDRESS = "<function f at 0x7fab6a38d4e0>"
+
+
+@pytest.mark.parametrize(
+    "wrong", ["{{ messages | map(attribute='role') }}", "{{ raise_exception }}", "{{ 'a'.upper }}"]
+)
+def test_a_template_that_writes_an_address_is_refused_and_a_row_may_hold_one(wrong):
+    with pytest.raises(UserError, match=r"rows.jsonl:1: .* which is another in each run"):
+        spoken(wrong + EACH + ASKED + "{% endif %}", FIRST)
+    asked = (("user", f"What is {ADDRESS}?"), FIRST[1])
+    assert spoken(EACH + ASKED + "{% endif %}", asked)[0] == ["Hello Paris<|end|>\n"]
+
+
 # Laguna's form: the mark holds the header, and what is asked by depends on a setting.
 HEADER_MARKED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|assistant|>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,9 @@ from windrow_sidecar.finetune.data import row_limit
 # Of one row; templates of real models take milliseconds for the longest.
 _RENDER_CPU_S = 10.0
 _TOOLS = re.compile(r"\btools\b")
+# As Python writes an object that has no text of its own.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]{6,16}>")
+_SHOWN = 40  # characters before it
 
 
 @contextmanager
@@ -37,7 +41,21 @@ def without_comments(template: str) -> str:
 
 
 def sized(text: str, row: DatasetRow) -> str:
-    """Return what a template has made of a row, which no model takes beyond a length."""
+    """Return what a template has made of a row, which no model takes beyond a length.
+
+    Raises:
+        UserError: it is longer, or holds what is another in each process.
+    """
+    if found := _ADDRESS.search(text):
+        given = (row.turns, row.tools, row.template_settings)
+        if found[0] not in json.dumps(given, default=str, ensure_ascii=False):
+            raise bad_row(
+                row.where,
+                f"the model's chat template writes an object of the program with its address "
+                f"({text[max(0, found.start() - _SHOWN) : found.end()]!r}), which is another in "
+                "each run",
+                "Correct the template: call what it names, or put `| list` behind it.",
+            )
     if len(text) > MOST_ROW_BYTES:
         raise bad_row(
             row.where,
