@@ -44,7 +44,7 @@ class Recorder:
 
         Words of one object, which a sidecar may change as often as it likes, leave room for others.
         """
-        if about is None or not self._may_say(about["metadata"]["uid"], event):
+        if about is None or not self._may_say(_key(about), event):
             return
         try:
             self._queue.put_nowait((about, event))
@@ -62,11 +62,11 @@ class Recorder:
 
     async def record(self, about: Mapping[str, Any] | None, event: Event) -> None:
         """Record `event` about an object (None: it is gone, nothing happens); see `put`."""
-        if about is not None and self._may_say(about["metadata"]["uid"], event):
+        if about is not None and self._may_say(_key(about), event):
             await self._write(about, event)
 
     async def _write(self, about: Mapping[str, Any], event: Event) -> None:
-        if not self._is_news(about["metadata"]["uid"], event):
+        if not self._is_news(_key(about), event):
             return
         metadata = about["metadata"]
         log.info(
@@ -83,25 +83,25 @@ class Recorder:
         except ApiError as error:
             log.warning("event %s of %s was not written: %s", event.reason, metadata["name"], error)
 
-    def _may_say(self, uid: str, event: Event) -> bool:
+    def _may_say(self, about: str, event: Event) -> bool:
         now_s = self._clock().timestamp()
-        bucket = self._buckets.get(uid, now_s)
+        bucket = self._buckets.get(about, now_s)
         if bucket is None:
             bucket = TokenBucket.full(_PER_SECOND, _BURST, now_s)
-        self._buckets.put(uid, bucket, now_s)
+        self._buckets.put(about, bucket, now_s)
         if bucket.level_at(now_s) >= 1:
             bucket.take(1, now_s)
             return True
-        if self._is_news(uid, Event(event.reason, "")):  # one line, whatever the words are
-            log.warning("events %s of object %s are left out: it has too many", event.reason, uid)
+        if self._is_news(about, Event(event.reason, "")):  # one line, whatever the words are
+            log.warning("events %s of %s are left out: it has too many", event.reason, about)
         return False
 
-    def _is_news(self, uid: str, event: Event) -> bool:
+    def _is_news(self, about: str, event: Event) -> bool:
         now = self._clock()
         if now - self._forgotten_at > _REPEAT:
             self._forgotten_at = now
             self._said = {key: at for key, at in self._said.items() if now - at < _REPEAT}
-        key = (uid, event.reason, event.message)
+        key = (about, event.reason, event.message)
         if (said := self._said.get(key)) is not None and now - said < _REPEAT:
             return False
         self._said[key] = now
@@ -135,3 +135,8 @@ class Recorder:
             "lastTimestamp": at,
             "count": 1,
         }
+
+
+def _key(about: Mapping[str, Any]) -> str:
+    """Return what tells an object from others; owners of pods are named by who creates the pods."""
+    return f"{about['metadata']['namespace']}/{about['metadata']['uid']}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import ssl
@@ -206,6 +207,36 @@ def test_no_container_but_a_sidecar_is_added_by_the_stolen_token(
 def test_the_stolen_token_adds_no_two_containers_at_once(thief, blue, prey, sidecar):
     second = sidecar | {"name": "windrow-2"}
     assert "one container at a time" in add(thief, blue.namespace, prey, sidecar, second)
+
+
+CHANGES = {
+    "by_its_name": {"spec": {"ephemeralContainers": [{"name": "windrow-1", "image": "evil"}]}},
+    "image_by_its_place": [
+        {"op": "replace", "path": "/spec/ephemeralContainers/0/image", "value": "evil"}
+    ],
+    "command_by_its_place": [
+        {"op": "add", "path": "/spec/ephemeralContainers/0/args", "value": ["-c", "id"]}
+    ],
+    "away": [{"op": "remove", "path": "/spec/ephemeralContainers/0"}],
+    "all_away": {"spec": {"ephemeralContainers": None}},
+    "decode_itself": [{"op": "replace", "path": "/spec/containers/0/image", "value": "evil"}],
+    "the_pods_label": [
+        {"op": "replace", "path": "/metadata/labels/app", "value": "another"},
+    ],
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_the_stolen_token_changes_no_sidecar_that_is_there(thief, blue, sidecar, how):
+    """The API server refuses it, or ignores what this path cannot change."""
+    before = blue.core.read_namespaced_pod("observed-0", blue.namespace)
+    with contextlib.suppress(client.ApiException):
+        client.CoreV1Api(thief).patch_namespaced_pod_ephemeralcontainers(
+            "observed-0", blue.namespace, CHANGES[how]
+        )
+    after = blue.core.read_namespaced_pod("observed-0", blue.namespace)
+    assert after.spec == before.spec
+    assert after.metadata.labels == before.metadata.labels
 
 
 def test_the_stolen_token_adds_nothing_to_a_pod_that_was_not_prepared(thief, blue, sidecar):
