@@ -400,6 +400,14 @@ nb::tuple take_measured(BoundStep& self) {
   return nb::make_tuple(steps, self.step().take_residuals());
 }
 
+nb::list take_beside(BoundStep& self) {
+  nb::list steps;
+  for (const StepBeside& step : self.step().take_beside()) {
+    steps.append(nb::make_tuple(step.split, step.batch, step.context_tokens, step.latency_us));
+  }
+  return steps;
+}
+
 nb::tuple counters_tuple(BoundStep& self) {
   const StepCounters found = self.step().counters();
   return nb::make_tuple(found.steps, found.over, found.busy_us, found.lent, found.revoked,
@@ -461,6 +469,7 @@ void bind_harvest_step(nb::module_& module) {
           nb::arg("token_objective_us"), nb::arg("max_memory_percent"), nb::arg("step_tokens"))
       .def("_take_kept", &take_kept)
       .def("_take_measured", &take_measured)
+      .def("_take_beside", &take_beside)
       .def("_take_returns", [](BoundStep& self) { return self.step().lender().take_returns(); })
       .def("_counters", &counters_tuple)
       .def_prop_ro("_view", [](BoundStep& self) { return to_tuple(self.step().view()); })

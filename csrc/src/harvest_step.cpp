@@ -18,6 +18,14 @@ constexpr std::int64_t kReserveEveryNs = 1'000'000'000;
 // The ring of decisions holds no more; what was never drained is not kept for longer.
 constexpr std::size_t kMostKept = 16'384;
 
+// Forgets the older half of what nobody has taken: with no agent there, nobody ever does.
+template <typename T>
+void keep_newest(std::vector<T>& kept) {
+  if (kept.size() >= kMostKept) {
+    kept.erase(kept.begin(), kept.begin() + static_cast<std::ptrdiff_t>(kept.size() / 2));
+  }
+}
+
 // Of what an engine measured; nonsense counts as nothing.
 std::int64_t whole_us(double latency_us) {
   constexpr double kMost = 1e15;
@@ -213,12 +221,21 @@ void HarvestStep::judge(std::int64_t now_ns) {
     ++counters_.steps;
     counters_.over += over ? 1 : 0;
     counters_.busy_us += took_us;
+    keep_newest(measured_);
     measured_.push_back({took_us, cost_ns, objective_us_, terms_.step_tokens});
     if (prefilled_) {
       continue;
     }
     if (const auto residual = decider_.observe(now_ns, latency_us)) {
+      keep_newest(residuals_);
       residuals_.push_back(*residual);
+      if (const DuringStep& during = decider_.during(); during.split > 0) {
+        keep_newest(perhaps_beside_);
+        perhaps_beside_.push_back({.split = during.split,
+                                   .batch = during.batch,
+                                   .context_tokens = during.context_tokens,
+                                   .latency_us = latency_us});
+      }
     }
   }
   outcome.steps = static_cast<std::int64_t>(unjudged_.size());
@@ -272,6 +289,7 @@ void HarvestStep::decide(std::int64_t now_ns, const StepFacts* facts) {
     lender_.reclaim_unless(now_ns, live_epoch_, counters_);
   }
   const Offer offer = read_offer(now_ns);
+  keep_beside(offer);
   // Requests that wait although the batch has room wait for KV.
   const bool held = now_ns < held_until_ns;
   const bool kv_short = view_.waiting > 0 && view_.batch < settings_.max_batch && !held;
@@ -358,6 +376,22 @@ Offer HarvestStep::read_offer(std::int64_t now_ns) {
   }
   tokens_done_ = offer.tokens_done;
   return offer;
+}
+
+// Keeps the steps since the last offer where tasklets ran meanwhile: a worker that had units and
+// nothing to compute slows nobody down.
+void HarvestStep::keep_beside(const Offer& offer) {
+  const bool computed = offer.job_epoch != 0 && offer.job_epoch == offer_.job_epoch &&
+                        (offer.tasklet_id != offer_.tasklet_id ||
+                         (offer.in_flight_us > 0 && offer_.in_flight_us > 0));
+  if (computed) {
+    for (const StepBeside& step : perhaps_beside_) {
+      keep_newest(beside_);
+      beside_.push_back(step);
+    }
+  }
+  perhaps_beside_.clear();
+  offer_ = offer;
 }
 
 // Publishes grants that change, or that the worker has not heard for a while.

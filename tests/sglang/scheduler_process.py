@@ -219,6 +219,8 @@ class Script:
         self.recording = record_steps() if script.get("record") else None
         if script.get("worker"):
             self.chaos = Worker(scheduler, script["worker"], self.outputs)
+        if script.get("profiled"):
+            self.chaos = Profiled(script["profiled"])
         self.began_s = time.monotonic()
         for name in ("send_to_tokenizer", "send_to_detokenizer"):
             getattr(scheduler.ipc_channels, name).send_output = self.outputs.send_output
@@ -278,7 +280,7 @@ class Script:
         is_idle = not self.waiting and self.scheduler.is_fully_idle()
         self.idle = self.idle + 1 if is_idle else 0
         done = len(self.outputs.ends) >= self.n_requests or self.idle > QUIET
-        if isinstance(self.chaos, Worker):
+        if isinstance(self.chaos, Worker | Profiled):
             done = self.chaos.is_over
         elif until := self.script.get("until_file"):
             done = Path(until).exists()
@@ -294,9 +296,13 @@ class Script:
                 self.scheduler.gracefully_exit = True
 
     def _again(self) -> None:
-        """Keep three requests in the batch for as long as it takes."""
+        """Keep three requests in the batch for as long as it takes, or as many as the script says.
+
+        Several numbers take turns, for 20 requests each.
+        """
         self.turn = getattr(self, "turn", 0) + 1
-        if self.turn - len(self.outputs.ends) <= 3:
+        numbers = self.script.get("at_once", [3])
+        if self.turn - len(self.outputs.ends) <= numbers[self.turn // 20 % len(numbers)]:
             prompt = list(b"The for statement is used to iterate over")
             again = {"n": self.turn, "at": 0, "tokens": 24 + self.turn % 9, "prompt": prompt}
             self.waiting.append(again)
@@ -358,24 +364,12 @@ class Worker:
     OWNER, ANSWERS, STOPPED_S = 5, 4, 5.0
 
     def __init__(self, scheduler, wanted: int, outputs: Outputs) -> None:
-        from windrow_sidecar.qos.terms import make_terms
-
         self.scheduler, self.allocator = scheduler, scheduler.token_to_kv_pool_allocator
         self.outputs, self.seen, self.wanted, self.owner = outputs, [], wanted, self.OWNER
         self.without = 0
         self._turn("lending")
-        self.process = self._start()
-        terms = make_terms(
-            name="chat",
-            policy="windrow",
-            mode="harvest",
-            objective_seconds=2.0,
-            percentile=99,
-            scope="perStep",
-            max_compute_percent=100,
-            max_memory_percent=80,
-        )
-        plugin().harvest._parts.inner.set_terms(terms)
+        self.process = start_worker(self.owner, wanted)
+        harvest_always()
 
     def stir(self, _iteration: int) -> None:
         self._count()
@@ -392,7 +386,7 @@ class Worker:
             self.process.wait()
         elif self.phase == "killed" and not lent and goes_on:
             self.owner += 1
-            self.process = self._start()
+            self.process = start_worker(self.owner, self.wanted)
             self._turn("a new one")
         elif self.phase == "a new one" and lent and goes_on:
             self._turn("over")
@@ -405,15 +399,6 @@ class Worker:
     @property
     def is_over(self) -> bool:
         return self.phase == "over"
-
-    def _start(self) -> subprocess.Popen:
-        socket = str(plugin().run_dir.arena_socket())
-        words = ["windrow_sidecar.testing.page_worker", socket, str(self.owner), str(self.wanted)]
-        process = subprocess.Popen(
-            [sys.executable, "-m", *words], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout.readline() == "attached\n"
-        return process
 
     def _count(self) -> None:
         facts, steps = self.seen[-1], plugin().harvest._number - self.step
@@ -428,6 +413,58 @@ class Worker:
         self.without = 0
         self.phase, self.answers, self.since_s = phase, len(self.outputs.ends), time.monotonic()
         self.step = plugin().harvest._number
+
+
+class Profiled:
+    """A worker beside the scheduler until steps have made a latency profile, with a co-run part.
+
+    No agent is there: what its link would do once a second is done here every 50 iterations.
+    """
+
+    def __init__(self, wanted: int) -> None:
+        self.process = start_worker(1, wanted)
+        self.is_over = False
+        harvest_always()
+
+    def stir(self, iteration: int) -> None:
+        if iteration % 50 or self.is_over:
+            return
+        link, kept = plugin().harvest._parts.link, plugin().run_dir.profile()
+        link._stats()
+        before = kept.read_bytes() if kept.exists() else b""
+        link._look_beside()
+        self.is_over = kept.exists() and kept.read_bytes() != before
+
+    def calm(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def start_worker(epoch: int, wanted: int) -> subprocess.Popen:
+    """Start a worker that takes so many chunks; it has attached."""
+    socket = str(plugin().run_dir.arena_socket())
+    words = ["windrow_sidecar.testing.page_worker", socket, str(epoch), str(wanted)]
+    process = subprocess.Popen([sys.executable, "-m", *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "attached\n"
+    return process
+
+
+def harvest_always() -> None:
+    """Put a policy in force whose objective every step keeps."""
+    from windrow_sidecar.qos.terms import make_terms
+
+    terms = make_terms(
+        name="chat",
+        policy="windrow",
+        mode="harvest",
+        objective_seconds=2.0,
+        percentile=99,
+        scope="perStep",
+        max_compute_percent=100,
+        max_memory_percent=80,
+    )
+    plugin().harvest._parts.inner.set_terms(terms)
 
 
 def hooks() -> int:

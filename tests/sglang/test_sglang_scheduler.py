@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.sglang_servers import MODEL
 from transformers import AutoModelForCausalLM
+
+from windrow.crd import parse_profile_spec
+from windrow.rundir import RunDir
 
 TEXT = (
     b"The for statement is used to iterate over the elements of a sequence, such as a string, a "
@@ -110,6 +114,40 @@ def test_a_worker_that_is_stopped_killed_and_replaced_costs_no_request_and_delay
     assert played["available"] + played["lent"] == played["total"]
     assert set(played["ends"].values()) == {"length"}
     assert played["off"] == ""
+
+
+def test_steps_make_a_profile_with_its_co_run_part_and_contradict_a_wrong_one(play, run_dir):
+    script = {"server": DECODE, "requests": [], "endless": True, "profiled": 6, "at_most_s": 300}
+    script["at_once"] = [3, 7]
+    kept = RunDir(run_dir).profile()
+
+    def learned() -> dict:
+        played = play(script, run_dir)
+        assert played["off"] == ""
+        assert set(played["ends"].values()) == {"length"}
+        profile = json.loads(kept.read_text())
+        parse_profile_spec(profile)
+        beside = [row for row in profile["samples"] if row["finetuneUnits"]]
+        assert profile["coRun"]["samples"] == len(beside) > 1
+        assert len({max(4, row["batch"]) for row in beside}) > 1
+        assert "kinds of steps beside a worker" in played["log"]
+        return profile | {"log": played["log"]}
+
+    first = learned()
+    assert "the latency profile that was found" not in first.pop("log")
+    # A thousand times as long as steps take, so that none can agree on any machine. It lacks the
+    # co-run part, and gets it of this start's steps.
+    wrong = first | {
+        "solo": [
+            {**row, "c0Us": 1e3 * row["c0Us"] + 1e6, "b0Us": 0.0, "k0NsPerToken": 0.0}
+            for row in first["solo"]
+        ]
+    }
+    del wrong["coRun"]
+    kept.write_text(json.dumps(wrong))
+    second = learned()
+    assert "the latency profile that was found is not used: steps take" in second["log"]
+    assert max(row["c0Us"] for row in second["solo"]) < 1e6
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks

@@ -1,21 +1,22 @@
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
 from windrow.rundir import RunDir, profile_file
-from windrow_sidecar.engines.hook import StepInput
+from windrow_sidecar.engines.kept_profile import KeptProfile
 from windrow_sidecar.engines.profile import Subject
-from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest, _Step
 from windrow_sidecar.engines.sglang.learning import (
     FullShareEstimate,
-    KeptProfile,
+    ReusedProfile,
     SoloLearner,
     StepTokens,
 )
+from windrow_sidecar.engines.sglang.live_profile import LiveProfile
 from windrow_sidecar.qos.levels import host_levels
-from windrow_sidecar.qos.solo import fit_solo
+from windrow_sidecar.qos.solo import fit_solo, solo_models
 
 
 def took_us(units: int, batch: int, context: int) -> int:
@@ -140,64 +141,138 @@ def test_without_a_profile_the_load_that_is_seen_says_what_shares_would_take_at_
 
 
 class Inner:
-    """The hook, as far as learning asks it."""
+    """Keeps what a live profile gives the hook."""
 
-    def __init__(self, mode):
+    def __init__(self, mode="harvest", profile=None):
         self.controller = SimpleNamespace(terms=SimpleNamespace(mode=mode))
-        self.profiles = []
+        self.profile, self.profiles = profile, []
 
-    def set_profile(self, profile):
+    def set_profile(self, profile, *, estimated=False):
         self.profiles.append(profile)
+        self.profile = None if estimated else profile
+
+
+SUBJECT = Subject("host:2-cores", "host", "sglang", "0.5.23", "f")
+
+
+class Live:
+    """Holds a live profile of two cores, and what it hands on."""
+
+    def __init__(self, mode="harvest", reused=None):
+        levels = host_levels(2)
+        self.told, self.kept = [], []
+        self.inner = Inner(mode, reused)
+        link = SimpleNamespace(set_profile=lambda told: self.told.append(json.loads(told.json)))
+        found = ReusedProfile(reused, 2) if reused else None
+        self.profile = LiveProfile(
+            self.inner, link, SUBJECT, levels, keep=self.kept.append, reused=found
+        )
+
+    def steps(self, n, batches=(4, 6, 8), *, units=0, slower=1.0):
+        for i in range(n):
+            batch = batches[i * len(batches) // n]
+            self.profile.before_batch(batch)
+            at = units or self.profile.asks_for or 2
+            self.profile.alone(at, batch, 100, round(slower * took_us(at, batch, 100)))
 
 
 def test_a_policy_that_observes_is_told_a_gain_and_harvests_by_no_estimate():
     """Observing moves no share of decode's, so that nothing but its load is known."""
-    levels, inner = host_levels(2), Inner("observe")
-    subject = Subject("host:2-cores", "host", "sglang", "0.5.23", "f")
-    parts = SimpleNamespace(inner=inner, splits=levels, subject=subject)
-    harvest = SchedulerHarvest(parts, SoloLearner(levels))
-    for batch in (4, 6, 8):
-        for _ in range(20):
-            facts = StepInput(1, 0, batch, 100, 0, 0, 0)
-            harvest._learn(_Step(facts, None, 2, 0, 0), took_us(2, batch, 100))
-    (profile, *_) = inner.profiles
-    assert len(profile["solo"]) == 2  # one core and both
-    harvest._forget_estimate()
-    assert None not in inner.profiles
-    inner.controller.terms.mode = "harvest"
-    harvest._forget_estimate()
-    assert inner.profiles[-1] is None
+    live = Live("observe")
+    live.steps(60)
+    (estimate, *_) = live.inner.profiles
+    assert len(estimate["solo"]) == 2  # one core and both
+    assert None not in live.inner.profiles
+    live.inner.controller.terms.mode = "harvest"
+    live.profile.before_batch(4)
+    assert live.inner.profiles[-1] is None
+    assert (live.told, live.kept) == ([], [])
 
 
 def test_a_policy_that_observes_again_keeps_what_was_measured():
-    levels, inner, kept = host_levels(2), Inner("harvest"), []
-    parts = SimpleNamespace(
-        inner=inner,
-        splits=levels,
-        subject=Subject("host:2-cores", "host", "sglang", "0.5.23", "f"),
-        link=SimpleNamespace(set_profile=lambda _: None),
-        keep_profile=kept.append,
-    )
-    learner = SoloLearner(levels)
-    harvest = SchedulerHarvest(parts, learner)
+    live = Live()
+    while not live.kept:
+        live.steps(180)
+    measured = live.inner.profiles[-1]
+    assert measured is live.kept[-1]
+    live.inner.controller.terms.mode = "observe"
+    live.steps(180, units=2)
+    live.inner.controller.terms.mode = "harvest"
+    live.profile.before_batch(4)
+    assert live.inner.profiles[-1] is measured
 
-    def steps(units):
-        for batch in (4, 6, 8):
-            for _ in range(60):
-                facts = StepInput(1, 0, batch, 100, 0, 0, 0)
-                at = units or learner.units or 2
-                harvest._learn(_Step(facts, None, at, 0, 0), took_us(at, batch, 100))
 
-    while not kept:
-        steps(0)
-    measured = inner.profiles[-1]
-    assert measured is kept[-1]
-    inner.controller.terms.mode = "observe"
-    steps(2)
-    harvest._forget_estimate()
-    inner.controller.terms.mode = "harvest"
-    harvest._forget_estimate()
-    assert inner.profiles[-1] is measured
+def test_a_profile_of_one_batch_size_serves_this_load_and_is_handed_to_nobody():
+    live = Live()
+    live.steps(600, batches=(2, 4))  # a step of two costs as much as one of four
+    narrow = live.inner.profile
+    assert narrow is not None
+    assert (live.told, live.kept) == ([], [])
+    live.steps(10, batches=(8,))
+    assert live.inner.profile is None, "it says nothing of them: they run alone"
+    live.profile.idle()
+    assert live.inner.profile is narrow
+    live.steps(590, batches=(8,))
+    assert live.kept[-1] == live.told[-1] == live.inner.profile
+    for units in (1, 2):
+        sizes = {row["batch"] for row in live.kept[-1]["samples"] if row["units"] == units}
+        assert sizes >= {4, 8}
+
+
+def test_a_batch_size_that_only_passes_by_keeps_no_worker_out():
+    live = Live()
+    live.steps(600, batches=(4,))
+    narrow = live.inner.profile
+    live.steps(3, batches=(8,))
+    assert live.inner.profile is None
+    live.profile.before_batch(0)  # a prompt's pass says nothing of sizes
+    assert live.inner.profile is None
+    live.steps(49, batches=(4,))
+    assert live.inner.profile is narrow
+    for batch in range(5, 1000):  # each of another size: none can be learned
+        live.profile.before_batch(batch)
+    assert live.inner.profile is narrow, "and not for ever"
+
+
+def learned_profile():
+    live = Live()
+    live.steps(1200)
+    return live.kept[-1]
+
+
+def test_a_profile_that_was_found_is_used_once_decodes_steps_bear_it_out():
+    found = learned_profile()
+    live = Live(reused=found)
+    assert live.profile.asks_for == 0
+    live.profile.idle()
+    assert live.inner.profile is found, "while decode idles no step is at stake"
+    live.steps(25)
+    assert live.inner.profile is None, "nothing runs beside steps that it might be wrong about"
+    assert live.told == []
+    live.profile.idle()
+    assert live.inner.profile is found
+    live.profile.before_batch(4)
+    assert live.inner.profile is None
+    live.steps(20, units=1)  # the worker's core is not back: they say nothing
+    assert live.inner.profile is None
+    live.steps(1)
+    assert live.inner.profile is found
+    assert live.told == [found]
+    live.steps(30, slower=2.0)  # afterwards the predictor follows each step
+    assert live.inner.profile is found
+
+
+@pytest.mark.parametrize("slower", [0.8, 1.25])
+def test_a_profile_that_steps_contradict_is_dropped_and_another_is_learned(slower, caplog):
+    live = Live(reused=learned_profile())
+    live.steps(26, slower=slower)
+    assert live.inner.profile is None
+    assert "is not used: steps take" in caplog.text
+    live.steps(1200, slower=slower)
+    told = live.told[-1]
+    assert live.inner.profile == told == live.kept[-1]
+    wanted = slower * took_us(2, 8, 100)
+    assert solo_models(told)[2].predict_us(8, 100) == pytest.approx(wanted, rel=0.01)
 
 
 def test_the_tokens_of_a_step_are_those_that_its_requests_got_in_it():

@@ -102,6 +102,14 @@ struct MeasuredStep {
   double tokens = 1;
 };
 
+// A step throughout which the worker had a split's units, and tasklets of its ran.
+struct StepBeside {
+  std::int64_t split = 0;
+  std::int64_t batch = 0;
+  std::int64_t context_tokens = 0;
+  double latency_us = 0;
+};
+
 // A decision with what it rested on; then how the steps under it went.
 struct KeptDecision {
   std::int64_t at_ns = 0;
@@ -236,6 +244,7 @@ class HarvestStep {
   // Since the last call.
   [[nodiscard]] std::vector<MeasuredStep> take_measured() { return std::exchange(measured_, {}); }
   [[nodiscard]] std::vector<double> take_residuals() { return std::exchange(residuals_, {}); }
+  [[nodiscard]] std::vector<StepBeside> take_beside() { return std::exchange(beside_, {}); }
   [[nodiscard]] std::vector<KeptEntry> take_kept() { return std::exchange(kept_, {}); }
 
  private:
@@ -255,6 +264,7 @@ class HarvestStep {
   void decide(std::int64_t now_ns, const StepFacts* facts);
   void show(std::int64_t now_ns, const StepFacts* facts, std::int64_t free_chunks);
   Offer read_offer(std::int64_t now_ns);
+  void keep_beside(const Offer& offer);
   void put(const Grant& grant, std::int64_t now_ns);
   void mark_action(std::int64_t now_ns);
   void keep(KeptEntry entry);
@@ -297,6 +307,10 @@ class HarvestStep {
   std::vector<Unjudged> unjudged_;
   std::vector<MeasuredStep> measured_;
   std::vector<double> residuals_;
+  // Judged beside a share of the worker's, until its next offer tells whether it computed.
+  std::vector<StepBeside> perhaps_beside_;
+  std::vector<StepBeside> beside_;
+  Offer offer_;  // the last one that was read
   std::vector<KeptEntry> kept_;
 };
 

@@ -54,6 +54,8 @@ def open_harvest(
     profile: Mapping[str, Any] | None,
     log: EventLog | None,
     group: GroupChunks | None = None,
+    reports_profile: bool = True,
+    keep_profile: Callable[[Mapping[str, Any]], None] = lambda profile: None,
     on_failure: Callable[[str], None] = lambda reason: None,
 ) -> RunningHarvest:
     """Build hook and link, open the arena to a worker, and dial the agent.
@@ -68,6 +70,9 @@ def open_harvest(
         run_dir: of the slot; has the sockets of arena and agent.
         settings: of the hook.
         profile: a latency profile; None while there is none.
+        reports_profile: False: nobody gets the profile before the engine hands it to the link.
+        keep_profile: leaves a profile for the next start, once steps beside a worker are in it; it
+            is called on the link's thread and must not raise.
         log: of events; None: nothing is logged.
         group: lends the chunks of all ranks of the engine; None: the arena lends its own.
         on_failure: is called with the reason, once, when the hook has switched itself off.
@@ -77,8 +82,8 @@ def open_harvest(
     """
     inner = HarvestHook(arena, device.splits, profile, settings, log=log, group=group)
     hook = FailClosed(inner, on_failure=on_failure)
-    reported = Profile(subject.key, json.dumps(profile)) if profile else None
-    link = EngineAgentLink(run_dir.agent_socket, hello, inner, reported)
+    reported = Profile(subject.key, json.dumps(profile)) if profile and reports_profile else None
+    link = EngineAgentLink(run_dir.agent_socket, hello, inner, reported, keep_profile=keep_profile)
     arena.serve(str(run_dir.arena_socket()))
     with device.background_threads():
         link.start()

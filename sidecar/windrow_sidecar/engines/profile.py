@@ -12,9 +12,15 @@ from datetime import datetime
 from typing import Any
 
 from windrow.errors import UserError
-from windrow_sidecar.qos.co_run import CoRunSample, fit_co_run
+from windrow_sidecar.qos.co_run import CoRunFactors, CoRunSample, fit_co_run
 from windrow_sidecar.qos.levels import Partitioning, PartitionLevel, spread_shares
-from windrow_sidecar.qos.solo import SoloSample, SoloStepModel, fit_solo
+from windrow_sidecar.qos.solo import (
+    BATCH_FLOOR,
+    SoloSample,
+    SoloStepModel,
+    fit_solo,
+    solo_models,
+)
 
 _QUICK_BATCHES = (1, 4, 8, 16, 32)
 _FULL_BATCHES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -205,6 +211,90 @@ def check_subject(profile: Mapping[str, Any], subject: Subject) -> None:
             )
 
 
+def check_reusable(
+    profile: Mapping[str, Any], subject: Subject, splits: Partitioning
+) -> Mapping[int, SoloStepModel]:
+    """Refuse a profile of an earlier start or another pod that cannot be used here.
+
+    Returns its models by decode's units. Whether steps bear it out is for the caller to measure.
+
+    Raises:
+        UserError: it belongs to something else, was never measured, is of a noisy machine, or lacks
+            a share of decode's.
+    """
+    check_subject(profile, subject)
+    if profile.get("roofline"):
+        raise UserError("it is made of rates, not of measured steps")
+    noise = float(profile.get("noisePercent", 0.0))
+    if noise > NOISE_LIMIT_PERCENT:
+        raise UserError(f"it is of a noisy machine: steps scatter by {noise:.0f}%")
+    models = solo_models(profile)
+    missing = {split.decode_units for split in splits.splits} - set(models)
+    if missing:
+        raise UserError(f"it lacks decode on {sorted(missing)} units")
+    return models
+
+
+def solo_samples(profile: Mapping[str, Any]) -> list[SoloSample]:
+    """Return the steps alone that a profile was made of; none where it does not tell."""
+    return [
+        SoloSample(
+            int(row["units"]), int(row["batch"]), int(row["contextTokens"]), float(row["stepUs"])
+        )
+        for row in profile.get("samples") or []
+        if not row["finetuneUnits"]
+    ]
+
+
+def several_batches(samples: Sequence[SoloSample]) -> bool:
+    """Return whether each share was seen with batches of several sizes.
+
+    Below `BATCH_FLOOR` requests a step costs as much as with that many: these count as one size.
+    From a single size nothing can be said of others.
+    """
+    return all(len(sizes) > 1 for sizes in _sizes(samples)) if samples else False
+
+
+def sizes_on_every_share(samples: Sequence[SoloSample]) -> set[int]:
+    """Return the sizes of batches that each share was seen with (`several_batches`)."""
+    return set.intersection(*_sizes(samples)) if samples else set()
+
+
+def _sizes(samples: Iterable[SoloSample]) -> list[set[int]]:
+    sizes: dict[int, set[int]] = {}
+    for sample in samples:
+        sizes.setdefault(sample.units, set()).add(max(sample.batch, BATCH_FLOOR))
+    return list(sizes.values())
+
+
+def with_co_run(
+    profile: Mapping[str, Any],
+    beside: Sequence[CoRunSample],
+    units: int,
+    *,
+    taken_at: datetime | None = None,
+) -> dict[str, Any]:
+    """Return the profile with a co-run part of steps that were measured beside a worker.
+
+    Args:
+        profile: a LatencyProfileSpec as a mapping, measured alone.
+        beside: the steps; none: the profile is returned as it is.
+        units: of the device.
+        taken_at: replaces the profile's time: a store keeps the newest of a kind.
+    """
+    if not beside:
+        return dict(profile)
+    factors, error = fit_co_run(beside, solo_models(profile), units)
+    alone = [row for row in profile.get("samples") or [] if not row["finetuneUnits"]]
+    time = {} if taken_at is None else {"takenAt": _timestamp(taken_at)}
+    return {
+        **profile,
+        **time,
+        "coRun": _co_run_part(factors, len(beside), error),
+        "samples": [*alone, *_rows_beside(beside)],
+    }
+
+
 def document(
     subject: Subject,
     samples: Sequence[SoloSample],
@@ -223,12 +313,7 @@ def document(
     if co_run:
         solo = {level: fit.model for level, fit in fits.items()}
         factors, error = fit_co_run(co_run, solo, units)
-        beside["coRun"] = {
-            "b1": factors.b1,
-            "k1": factors.k1,
-            "samples": len(co_run),
-            "medianAbsErrorPercent": error,
-        }
+        beside["coRun"] = _co_run_part(factors, len(co_run), error)
     return {
         **_of(subject, taken_at),
         "solo": [
@@ -249,6 +334,19 @@ def prior_document(
     return {**_of(subject, taken_at), "solo": solo, "roofline": True}
 
 
+def _co_run_part(factors: CoRunFactors, samples: int, error_percent: float) -> dict[str, Any]:
+    return {
+        "b1": factors.b1,
+        "k1": factors.k1,
+        "samples": samples,
+        "medianAbsErrorPercent": error_percent,
+    }
+
+
+def _timestamp(at: datetime) -> str:
+    return at.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 def _of(subject: Subject, taken_at: datetime) -> dict[str, Any]:
     return {
         "key": subject.key,
@@ -258,7 +356,7 @@ def _of(subject: Subject, taken_at: datetime) -> dict[str, Any]:
         "engineVersion": subject.engine_version,
         "modelFingerprint": subject.model_fingerprint,
         "tensorParallel": subject.tensor_parallel,
-        "takenAt": taken_at.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "takenAt": _timestamp(taken_at),
     }
 
 

@@ -5,8 +5,6 @@ Fails closed: whatever goes wrong here is logged, nothing is lent, and decode se
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +17,7 @@ from windrow_sidecar.engines.device import EngineDevice
 from windrow_sidecar.engines.harvest import HarvestSettings
 from windrow_sidecar.engines.harvest.group_chunks import GroupChunks
 from windrow_sidecar.engines.hello import engine_hello
+from windrow_sidecar.engines.kept_profile import KeptProfile
 from windrow_sidecar.engines.opening import RunningHarvest, open_harvest
 from windrow_sidecar.engines.profile import Subject
 
@@ -66,16 +65,9 @@ def start(
         profile=profile,
         log=log,
         group=group,
+        keep_profile=KeptProfile(run_dir).keep,
         on_failure=lambda reason: _mark(log, "harvest-off", reason),
     )
-
-
-def write_profile(run_dir: RunDir, profile: Mapping[str, Any]) -> None:
-    """Leave the profile in the run directory, for people and for the next start."""
-    path = run_dir.profile()
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(profile))
-    os.replace(draft, path)
 
 
 def _mark(log: EventLog | None, what: str, detail: str) -> None:

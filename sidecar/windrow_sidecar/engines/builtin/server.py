@@ -46,6 +46,7 @@ from windrow_sidecar.engines.claim import SlotClaim, claim_slot
 from windrow_sidecar.engines.device import EngineDevice
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.engines.harvest.group_chunks import GroupChunks
+from windrow_sidecar.engines.kept_profile import KeptProfile
 from windrow_sidecar.engines.logflush import LogFlusher
 from windrow_sidecar.engines.profile import Subject
 from windrow_sidecar.engines.rank_chunks import RankChunks
@@ -272,7 +273,7 @@ def _start_harvesting(
 
         profile = _take_profile(settings, parts, arena, device, subject, max_context, config)
         if profile is not None:
-            harvesting.write_profile(settings.run_dir, profile)
+            KeptProfile(settings.run_dir).keep(profile)
         group: GroupChunks | None = None
         if parts.others is not None:
             assert isinstance(parts.arena, RankChunks)

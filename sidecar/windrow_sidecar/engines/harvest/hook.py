@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from windrow.eventlog import EventLog, MarkEvent
 from windrow.metrics import CHUNK_RETURN_BUCKETS_SECONDS
 from windrow_sidecar._core import Arena, HarvestStep
 from windrow_sidecar.engines.harvest.ablation import controller_without, predictor_without
+from windrow_sidecar.engines.harvest.beside import StepsBeside
 from windrow_sidecar.engines.harvest.decision_log import Decisions, Outcome
 from windrow_sidecar.engines.harvest.group_chunks import GroupChunks
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
@@ -20,6 +22,7 @@ from windrow_sidecar.engines.harvest.stats import (
     StepStats,
     quantile,
 )
+from windrow_sidecar.engines.profile import several_batches, solo_samples, with_co_run
 from windrow_sidecar.qos.control import Decided, EngineTraits
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.predictor import Predictor
@@ -47,6 +50,7 @@ class HarvestHook(HarvestStep):
 
     Attributes:
         policy: the name of the one in force, as the HarvestPolicy has it; "": none is.
+        profile: the latency profile in force; None: there is none, or only an estimate.
     """
 
     def __init__(
@@ -98,6 +102,11 @@ class HarvestHook(HarvestStep):
         self._returns = BucketCounts(CHUNK_RETURN_BUCKETS_SECONDS)
         self._rate = HarvestRate(profile, solo, levels.units)
         self._decisions = Decisions(settings.run_dir) if settings.run_dir else None
+        self._beside = StepsBeside(levels)
+        # What such steps are added to, and what they were added to at the last report.
+        self._alone = _measured_alone(profile)
+        self._reported: Mapping[str, Any] | None = None
+        self.profile = profile
         self._new_terms: list[HarvestTerms | None] = []
         self.policy = ""
         self._throttled: list[float] = []  # seconds for which a CPU limit held decode up
@@ -125,19 +134,41 @@ class HarvestHook(HarvestStep):
         """True where there is something to decide: a policy, or chunks that a worker holds."""
         return bool(self._new_terms) or self.controller.terms is not None or self._holds_out
 
-    def set_profile(self, profile: Mapping[str, Any] | None) -> None:
+    def set_profile(self, profile: Mapping[str, Any] | None, *, estimated: bool = False) -> None:
         """Decide by another latency profile from now on. Decode's thread, between two steps.
+
+        What was measured beside a worker here is added to a profile that says nothing of that.
 
         Args:
             profile: the profile; None: nothing is harvested until there is one.
+            estimated: it is no measurement, and nobody else is to have it.
 
         Raises:
             UserError: it lacks a share that decode would have beside a worker.
         """
+        self._alone = None if estimated else _measured_alone(profile)
+        if profile is not None and self._alone is profile:
+            profile = with_co_run(profile, self._beside.samples, self._levels.units)
         solo = solo_models(profile) if profile else {}
         self.controller.set_predictor(self._predictor_of(profile) if profile else None)
         self._rate = HarvestRate(profile, solo, self._levels.units)
+        self.profile = None if estimated else profile
         self._look_again()
+
+    def take_profile_beside(self) -> Mapping[str, Any] | None:
+        """Return the profile with the co-run part that steps beside workers make; None: no news.
+
+        The agent's link asks, behind each snapshot. Decisions do not wait for it: they follow each
+        step anyway.
+        """
+        self._beside.add(self._take_beside())
+        measured = self._rate.basis == "measured"
+        news = self._beside.news(lambda units: self._rate.at(units) if measured else 0.0)
+        alone, samples = self._alone, self._beside.samples
+        if alone is None or not samples or not (news or alone is not self._reported):
+            return None
+        self._reported = alone
+        return with_co_run(alone, samples, self._levels.units, taken_at=datetime.now(UTC))
 
     def set_terms(self, terms: HarvestTerms | None) -> None:
         """A policy has arrived, changed or gone."""
@@ -262,3 +293,14 @@ class HarvestHook(HarvestStep):
     def _predictor_of(self, profile: Mapping[str, Any]) -> Predictor:
         settings = self._settings
         return predictor_without(settings.without, self._levels, profile, settings.predictor)
+
+
+def _measured_alone(profile: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return a profile that lacks steps beside a worker and can have them; None: any other.
+
+    Rates of a device are no steps, and where batches of one size were measured nothing is sure
+    enough to be handed on.
+    """
+    if profile is None or profile.get("roofline") or (profile.get("coRun") or {}).get("samples"):
+        return None
+    return profile if several_batches(solo_samples(profile)) else None

@@ -6,11 +6,13 @@ and without any policy nothing is harvested.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -78,11 +80,13 @@ class EngineAgentLink:
         hook: HarvestHook,
         profile: Profile | None = None,
         *,
+        keep_profile: Callable[[Mapping[str, Any]], None] = lambda profile: None,
         interval_s: float = 1.0,
         throttled: Callable[[], Throttled] = read_throttled,
     ) -> None:
         self._target = f"unix:{socket}"
         self._hello, self._hook, self._profile = hello, hook, profile
+        self._keep_profile = keep_profile
         self._interval_s = interval_s
         self._closed = threading.Event()
         self._call: grpc.Call | None = None
@@ -156,7 +160,21 @@ class EngineAgentLink:
                 )
             if over.wait(self._interval_s) or self._closed.is_set():
                 return
-            yield agent_pb2.EngineReport(stats=self._stats())
+            stats = self._stats()
+            self._look_beside()
+            yield agent_pb2.EngineReport(stats=stats)
+
+    def _look_beside(self) -> None:
+        """Report and keep what steps beside a worker add to the latency profile."""
+        profile = self._hook.take_profile_beside()
+        if profile is None:
+            return
+        _log.info(
+            "latency profile: %d kinds of steps beside a worker, b1 %.3f, k1 %.3f",
+            *(profile["coRun"]["samples"], profile["coRun"]["b1"], profile["coRun"]["k1"]),
+        )
+        self.set_profile(Profile(str(profile["key"]), json.dumps(profile)))
+        self._keep_profile(profile)
 
     def _stats(self) -> agent_pb2.EngineStats:
         s: StepStatistics = self._hook.snapshot()

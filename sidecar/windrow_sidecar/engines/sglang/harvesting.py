@@ -8,19 +8,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from json import dumps
 from typing import Any
 
-from windrow.errors import InvariantBroken, UserError
+from windrow.errors import InvariantBroken
 from windrow.eventlog import EventLog, RequestEvent, StepEvent
 from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook
-from windrow_sidecar.engines.harvest.link import Profile
 from windrow_sidecar.engines.hook import (
     FailClosed,
     StepInput,
@@ -28,8 +25,8 @@ from windrow_sidecar.engines.hook import (
     least_slack_us,
     wait_for_turn,
 )
-from windrow_sidecar.engines.profile import Subject, document
-from windrow_sidecar.engines.sglang.learning import FullShareEstimate, SoloLearner, StepTokens
+from windrow_sidecar.engines.sglang.learning import StepTokens
+from windrow_sidecar.engines.sglang.live_profile import LiveProfile
 from windrow_sidecar.engines.sglang.queues import own_deferral_us, waiting_requests
 from windrow_sidecar.engines.turns import Turns, turn_end_ns
 from windrow_sidecar.qos.levels import Partitioning
@@ -58,11 +55,9 @@ class HarvestParts:
     link: EngineAgentLink
     partition: Partition
     splits: Partitioning
-    subject: Subject
     arena: Arena
     allocator: Any  # LendingPagedAllocator
     log: EventLog | None
-    keep_profile: Callable[[Mapping[str, Any]], None]
     reserved_tokens: int  # that each request is sure to find room for
     speculates: bool = False  # a step yields a request several tokens
     turns: Turns | None = None  # with a finetune thread of this process
@@ -103,15 +98,20 @@ class SchedulerHarvest:
     """The seam between one scheduler and the step hook.
 
     While no policy is known and nothing is lent it does nothing but ask whether that is still so.
+
+    Args:
+        parts: of the scheduler.
+        profile: what steps are decided by; None: steps teach nothing.
+        clock: nanoseconds of CLOCK_MONOTONIC.
     """
 
     def __init__(
         self,
         parts: HarvestParts,
-        learner: SoloLearner | None,
+        profile: LiveProfile | None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._parts, self._learner, self._clock = parts, learner, clock
+        self._parts, self._profile, self._clock = parts, profile, clock
         self._step: _Step | None = None
         self._prompts: deque[_Prompt] = deque()  # with overlap scheduling two may be under way
         self._number = 0
@@ -120,9 +120,6 @@ class SchedulerHarvest:
         self._processed_ns = self._looked_ns = self._idle_ns = 0
         self._hold_until_ns = self._free_again_ns = self._empty_looked_ns = 0
         self._confined = False
-        self._full_share = FullShareEstimate(parts.splits) if learner is not None else None
-        self._estimated = False  # whether decisions rest on that
-        self._learnt = False  # whether they rest on steps of each share
 
     @property
     def is_awake(self) -> bool:
@@ -145,7 +142,8 @@ class SchedulerHarvest:
         decodes = mode.is_decode()
         if not (decodes or mode.is_extend()):
             return
-        self._forget_estimate()
+        if self._profile is not None:
+            self._profile.before_batch(len(batch.reqs) if decodes else 0)
         facts = self._facts(scheduler, batch, previous_ns or now_ns, decodes=decodes)
         decision = self._take_share(self._parts.hook.before_step(facts), decodes=decodes)
         self._hold_until_ns = decision.hold_admission_until_ns
@@ -234,12 +232,15 @@ class SchedulerHarvest:
         if not self.is_awake:
             self.leave()
             return
+        if self._profile is not None:
+            self._profile.idle()
         self._hold_until_ns = self._parts.hook.idle(now_ns).hold_admission_until_ns
         self._parts.allocator.chunks.refresh()
 
     def give_up(self, error: Exception) -> None:
         """Revoke everything after an error of ours, and decode on all units."""
-        self._step, self._learner = None, None
+        self._step = None
+        self._profile = None
         self._hold_until_ns = 0
         self._parts.hook.give_up(error)
         self.leave()
@@ -371,10 +372,8 @@ class SchedulerHarvest:
     def _units_of(self, decision: Grant) -> int:
         units = decision.decode_units or self._parts.splits.units
         alone = decision.finetune_units == 0 and units == self._parts.splits.units
-        terms = self._parts.inner.controller.terms
-        if alone and self._learner is not None and terms is not None and terms.mode == "harvest":
-            return self._learner.units or units
-        return units
+        asked = self._profile.asks_for if alone and self._profile is not None else 0
+        return asked or units
 
     def _finished(self, request: Any, first_ns: int) -> None:  # noqa: ANN401
         """Count a request that has ended, and log it."""
@@ -402,8 +401,9 @@ class SchedulerHarvest:
             return 0
         latency_us = max(1, (end_ns - step.facts.start_ns) // 1000)
         self._parts.hook.after_step(end_ns, latency_us)
-        if self._learner is not None and step.decision.finetune_units == 0:
-            self._learn(step, latency_us)
+        if self._profile is not None and step.decision.finetune_units == 0:
+            facts = step.facts
+            self._profile.alone(step.units, facts.batch, facts.context_tokens, latency_us)
         if self._parts.log is not None:
             _, kv, lent, _, draining = self._parts.arena.counts()
             self._parts.log.append(
@@ -426,55 +426,6 @@ class SchedulerHarvest:
                 )
             )
         return end_ns
-
-    def _learn(self, step: _Step, latency_us: int) -> None:
-        assert self._learner is not None
-        facts = step.facts
-        if self._observes():
-            if not self._learnt:  # what was measured says more than an estimate
-                self._estimate(step, latency_us)
-            return
-        self._learner.add(step.units, facts.batch, facts.context_tokens, latency_us)
-        samples = self._learner.news()
-        if samples is None:
-            return
-        profile = document(self._parts.subject, samples, taken_at=datetime.now(UTC))
-        try:
-            self._parts.inner.set_profile(profile)
-        except UserError:
-            _log.exception("the steps seen so far make no latency profile")
-            return
-        self._estimated, self._learnt = False, True
-        _log.info("latency profile from %d kinds of steps", len(samples))
-        self._parts.link.set_profile(Profile(self._parts.subject.key, dumps(profile)))
-        self._parts.keep_profile(profile)
-
-    def _observes(self) -> bool:
-        terms = self._parts.inner.controller.terms
-        return terms is not None and terms.mode == "observe"
-
-    def _estimate(self, step: _Step, latency_us: int) -> None:
-        """Say what harvesting would give by the load that is seen: observing moves no share."""
-        if self._full_share is None or step.units != self._parts.splits.units:
-            return
-        facts = step.facts
-        self._full_share.add(facts.batch, facts.context_tokens, latency_us)
-        samples = self._full_share.news()
-        if samples is None:
-            return
-        try:
-            self._parts.inner.set_profile(
-                document(self._parts.subject, samples, taken_at=datetime.now(UTC))
-            )
-            self._estimated = True
-        except UserError:
-            _log.debug("the steps seen so far make no estimate", exc_info=True)
-
-    def _forget_estimate(self) -> None:
-        """Harvest by steps that were measured on each share, and by no estimate."""
-        if self._estimated and not self._observes():
-            self._estimated = False
-            self._parts.inner.set_profile(None)
 
     def leave(self) -> None:
         """Give decode the whole device; nobody harvests."""

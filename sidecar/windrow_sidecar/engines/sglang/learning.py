@@ -1,27 +1,21 @@
-"""Learn decode's latency profile from the steps that it takes anyway.
+"""Learn decode's latency profile, or check one that is reused, by the steps that it takes anyway.
 
 A server that people use is not held up to be measured. While no worker runs beside it, decode takes
 some of its steps on each of the shares that it would have beside one; medians of those steps make
-the profile.
+the profile. A profile of an earlier start or another pod is compared with the first steps.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from windrow.rundir import RunDir, profile_file
+from windrow.errors import UserError
+from windrow_sidecar.engines.profile import CHECK_LIMIT_PERCENT, several_batches
 from windrow_sidecar.qos.levels import Partitioning
-from windrow_sidecar.qos.solo import SoloSample
-
-_log = logging.getLogger(__name__)
+from windrow_sidecar.qos.solo import SoloSample, solo_models
 
 # Steps in a row on one share: the first find the caches of other cores.
 _BLOCK, _DROPPED = 12, 2
@@ -30,6 +24,8 @@ _KEPT, _ENOUGH = 48, 8
 # Steps on each share before there is a profile at all.
 _STEPS_NEEDED = 40
 _CONTEXT_BUCKET = 512
+# Steps by which a reused profile is judged.
+_CHECKED = 24
 # Of a step in the mean of the tokens that steps yield.
 _TOKENS_WEIGHT = 1 / 32
 # Once there is a profile, one block in so many goes to a share that has not seen such a batch yet.
@@ -51,6 +47,7 @@ class SoloLearner:
         )
         self._steps = dict.fromkeys(self._shares, 0)
         self._in_block, self._blocks, self._known = 0, 0, 0
+        self._several_batches = False
         self.units = 0
 
     @property
@@ -80,16 +77,24 @@ class SoloLearner:
         return behind if seen[behind] < _ENOUGH else 0
 
     def news(self) -> Sequence[SoloSample] | None:
-        """Samples for a new profile, when the steps since the last one cover new points."""
+        """Samples for a new profile, when the steps since the last one cover new points.
+
+        The first with several batches on each share count as new in any case: those before were
+        good enough for this load, and for no other pod (`profile.several_batches`).
+        """
         if not self.complete or self._in_block:
             return None
         full = [key for key, steps in self._seen.items() if len(steps) >= _ENOUGH]
-        if len(full) <= self._known * 1.25:
+        if len(full) <= self._known:
             return None
         if {units for units, _, _ in full} != set(self._shares):
             return None
-        self._known = len(full)
-        return [self._sample(key) for key in full]
+        samples = [self._sample(key) for key in full]
+        spans = several_batches(samples)
+        if len(full) <= self._known * 1.25 and spans == self._several_batches:
+            return None
+        self._known, self._several_batches = len(full), spans
+        return samples
 
     def _sample(self, key: tuple[int, int, int]) -> SoloSample:
         steps = self._seen[key]
@@ -99,6 +104,35 @@ class SoloLearner:
             context_tokens=round(median(context for context, _ in steps)),
             step_us=max(1.0, median(latency for _, latency in steps)),
         )
+
+
+class ReusedProfile:
+    """Compares decode's steps alone on all units with what a profile of another start says of them.
+
+    Args:
+        profile: the profile, with a model for all units.
+        units: of the device.
+    """
+
+    def __init__(self, profile: Mapping[str, Any], units: int) -> None:
+        self.profile, self._model = profile, solo_models(profile)[units]
+        self._noise = float(profile.get("noisePercent", 0.0))
+        self._left, self._off = _DROPPED, list[float]()
+
+    def add(self, batch: int, context_tokens: int, latency_us: int) -> bool:
+        """Take one step of at least one request; returns True once there are enough of them."""
+        if self._left:
+            self._left -= 1
+        else:
+            expected_us = self._model.predict_us(batch, context_tokens)
+            self._off.append(100 * abs(latency_us / max(1.0, expected_us) - 1))
+        return len(self._off) >= _CHECKED
+
+    def check(self) -> None:
+        """Judge the steps so far. Raises UserError where they take other times than it says."""
+        off, limit = median(self._off), CHECK_LIMIT_PERCENT + self._noise
+        if off > limit:
+            raise UserError(f"steps take {off:.0f}% other than it says; {limit:.0f}% would do")
 
 
 class FullShareEstimate:
@@ -171,38 +205,3 @@ class StepTokens:
             self._steps += 1
             weight = max(_TOKENS_WEIGHT, 1 / self._steps)
             self.mean += weight * (tokens / n - self.mean)
-
-
-@dataclass(frozen=True, slots=True)
-class KeptProfile:
-    """The profile that one start leaves for the next, in the run directory.
-
-    Attributes:
-        run_dir: of this pod.
-        stored: directory of what other pods of the namespace have measured; None: nobody says.
-    """
-
-    run_dir: RunDir
-    stored: Path | None = None
-
-    def of(self, key: str) -> dict[str, Any] | None:
-        """The profile of that kind of an earlier start, another slot or another pod, or None."""
-        others = [] if self.stored is None else [self.stored / profile_file(key)]
-        for path in (*self.run_dir.profiles(), *others):
-            try:
-                kept: dict[str, Any] = json.loads(path.read_text())
-            except (OSError, ValueError):
-                continue
-            if kept.get("key") == key:
-                return kept
-        return None
-
-    def keep(self, profile: Mapping[str, Any]) -> None:
-        """Leave it; a reader sees the old one or the new one. Decode does not care if it fails."""
-        path = self.run_dir.profile()
-        draft = path.with_suffix(".tmp")
-        try:
-            draft.write_text(json.dumps(profile))
-            os.replace(draft, path)
-        except OSError as error:
-            _log.warning("windrow: the latency profile is not kept for the next start: %s", error)

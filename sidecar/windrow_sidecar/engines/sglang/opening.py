@@ -24,15 +24,18 @@ from windrow_sidecar.engines.confined import GraphShares, confine
 from windrow_sidecar.engines.device import EngineDevice, open_cores, open_gpu
 from windrow_sidecar.engines.harvest import HarvestSettings
 from windrow_sidecar.engines.hello import engine_hello
+from windrow_sidecar.engines.kept_profile import KeptProfile
 from windrow_sidecar.engines.logflush import LogFlusher
 from windrow_sidecar.engines.opening import open_harvest
-from windrow_sidecar.engines.profile import Subject
+from windrow_sidecar.engines.profile import Subject, check_reusable
 from windrow_sidecar.engines.sglang import compat
 from windrow_sidecar.engines.sglang.adapters import SchedulerAdapters
 from windrow_sidecar.engines.sglang.harvesting import HarvestParts, SchedulerHarvest
 from windrow_sidecar.engines.sglang.in_engine import JobThread
-from windrow_sidecar.engines.sglang.learning import KeptProfile, SoloLearner
+from windrow_sidecar.engines.sglang.learning import ReusedProfile
+from windrow_sidecar.engines.sglang.live_profile import LiveProfile
 from windrow_sidecar.engines.sglang.weights import SharedModel
+from windrow_sidecar.qos.levels import Partitioning
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +80,7 @@ def harvest_scheduler(
         model_fingerprint=opened.fingerprint,
     )
     kept = KeptProfile(run_dir, stored_profiles(environment))
-    profile = kept.of(subject.key)
+    profile = _reusable(kept.of(subject.key), subject, device.splits)
     log_dir = environment.get(ENV_LOG_DIR)
     pod = environment.get(ENV_POD_NAME)
     source = slot_name(pod, run_dir.slot) if pod else f"sglang-{args.port}"
@@ -115,6 +118,8 @@ def harvest_scheduler(
         ),
         profile=profile,
         log=log,
+        reports_profile=False,  # of another start: the first steps are compared with it before
+        keep_profile=kept.keep,
         on_failure=on_failure,
     )
     if getattr(args, "enable_lora", False) and running.link is not None:
@@ -126,16 +131,18 @@ def harvest_scheduler(
         link=running.link,
         partition=device.partition,
         splits=device.splits,
-        subject=subject,
         arena=arena,
         allocator=opened.allocator,
         log=log,
-        keep_profile=kept.keep,
         reserved_tokens=args.num_reserved_decode_tokens + speculation.reserved_tokens,
         speculates=bool(speculation.label),
         turns=jobs.turns if jobs is not None else None,
     )
-    harvest = SchedulerHarvest(parts, None if profile else SoloLearner(device.splits))
+    reused = ReusedProfile(profile, device.splits.units) if profile else None
+    live = LiveProfile(
+        running.inner, running.link, subject, device.splits, keep=kept.keep, reused=reused
+    )
+    harvest = SchedulerHarvest(parts, live)
     _log.info(
         "windrow: %d chunks of %d tokens can be lent; weights are %s",
         lendable,
@@ -151,6 +158,20 @@ def harvest_scheduler(
         jobs.claimed(run_dir)
         jobs.start(running)
     return harvest
+
+
+def _reusable(
+    profile: dict[str, Any] | None, subject: Subject, splits: Partitioning
+) -> dict[str, Any] | None:
+    """Return a profile that was found; None where none was, or it is not one of this device."""
+    if profile is None:
+        return None
+    try:
+        check_reusable(profile, subject, splits)
+    except (UserError, KeyError, TypeError, ValueError) as error:
+        _log.warning("windrow: the latency profile that was found is not used: %s", error)
+        return None
+    return profile
 
 
 @dataclass(frozen=True, slots=True)
