@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import psutil
+from pathlib import Path
+from statistics import median
 
 from windrow.eventlog import TaskletEvent
 from windrow_lab.figures.summary import throughput
+from windrow_lab.machine.cpu_use import PROC, CpuUse
 from windrow_lab.machine.pace import SLOWER, MachinePace
 
 SAMPLE_S = 0.5
+LOOKS = 5  # where the first one finds the cores busy
 # As much as the speed may move: figures are shares of one core and more.
 BUSY_SHARE = 0.1
 # The first steps of a worker: its tasklets are still being sized.
@@ -30,24 +32,49 @@ class MachineSample:
         pass_us: microseconds of a fixed piece of work on one core (`machine.pace`).
         busy_share: share of the cores that other processes use, 0 to 1.
         stolen_s: seconds of these cores, since the boot, that a hypervisor gave to others.
+        busiest: which other processes used most, where they used much; "": nobody can be named.
     """
 
     at_s: float
     pass_us: float
     busy_share: float
     stolen_s: float
+    busiest: str = ""
 
     @classmethod
-    def take(cls, cores: Collection[int]) -> MachineSample:
-        """Look at these cores for `SAMPLE_S`, and time the piece of work."""
-        used = _of(cores, psutil.cpu_times_percent(interval=SAMPLE_S, percpu=True))
-        idle = [each.idle + getattr(each, "iowait", 0.0) for each in used]
-        times = _of(cores, psutil.cpu_times(percpu=True))
+    def take(
+        cls,
+        cores: Collection[int],
+        *,
+        proc: Path = PROC,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> MachineSample:
+        """Look at these cores for `SAMPLE_S`, and time the piece of work.
+
+        A moment may be busy because something is just ending: the build before a demo, or what
+        its disk is still to write. So a busy moment is looked at again, and the median counts.
+
+        Args:
+            cores: that the run computes on.
+            proc: where the kernel tells of processes.
+            wait: lets so many seconds pass.
+        """
+        shares, busiest = [], ""
+        before = CpuUse.read(cores, proc)
+        while len(shares) < (LOOKS if shares and shares[0] > BUSY_SHARE else 1):
+            wait(SAMPLE_S)
+            now = CpuUse.read(cores, proc)
+            shares.append(now.others_share(before))
+            if shares[-1] > BUSY_SHARE:
+                busiest = now.busiest(before) or busiest
+            before = now
+        share = median(shares)
         return cls(
             time.monotonic(),
             MachinePace(cores).now_us(),
-            min(1.0, max(0.0, 1 - sum(idle) / len(idle) / 100)),
-            sum(getattr(each, "steal", 0.0) for each in times),
+            share,
+            before.stolen / os.sysconf("SC_CLK_TCK"),
+            busiest if share > BUSY_SHARE else "",
         )
 
 
@@ -77,9 +104,9 @@ def disturbances(
         reasons.append(f"The {ranks} ranks of an engine, and of its worker, shared their cores.")
     for moment, sample in (("Before", before), ("After", after)):
         if sample.busy_share > BUSY_SHARE:
-            reasons.append(
-                f"{moment} the run, other processes used {sample.busy_share:.0%} of its cores."
-            )
+            who = f", mostly {sample.busiest}" if sample.busiest else ""
+            share = f"{sample.busy_share:.0%} of its cores{who}"
+            reasons.append(f"{moment} the run, other processes used {share}.")
     stolen = (after.stolen_s - before.stolen_s) / max(cores * (after.at_s - before.at_s), 1e-9)
     if stolen > BUSY_SHARE:
         reasons.append(f"The hypervisor gave {stolen:.0%} of its cores to other machines.")
@@ -90,11 +117,6 @@ def disturbances(
             f"The reference run (the job alone) was {moved:.2f} times as fast in one of its halves."
         )
     return reasons
-
-
-def _of(cores: Collection[int], every: list[Any]) -> list[Any]:
-    """Return the entries of these cores; all, where a container numbers its cores otherwise."""
-    return [every[core] for core in cores if core < len(every)] or every
 
 
 def _rates(tasklets: Sequence[TaskletEvent]) -> tuple[float, float]:
