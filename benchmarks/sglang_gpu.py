@@ -74,13 +74,13 @@ def main(argv: list[str] | None = None) -> int:
         model=model,
         device=device,
         out=out,
-        requests=32 if on_gpu else 4,
-        context=1024 if on_gpu else 64,
-        generate=512 if on_gpu else 64,
-        kv_tokens=262_144 if on_gpu else 16_384,
+        requests=options.requests or (32 if on_gpu else 4),
+        context=options.context or (1024 if on_gpu else 64),
+        generate=options.generate or (512 if on_gpu else 64),
+        kv_tokens=options.kv_tokens or (262_144 if on_gpu else 16_384),
         seconds=options.seconds,
         lead_s=3.0 if on_gpu else 1.0,
-        up_within_s=150.0 if on_gpu else 240.0,
+        up_within_s=options.up_within or (150.0 if on_gpu else 240.0),
     )
     wanted = options.only or [*STAGES]
     found = asyncio.run(
@@ -149,6 +149,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("out/sglang"), help="the folder (default: %(default)s)")
     add("--budget", type=float, default=520.0, metavar="SECONDS", help="default: %(default)s")
     add("--seconds", type=float, default=8.0, help="of each measured load (default: %(default)s)")
+    add("--requests", type=int, metavar="N", help="in flight (default: 32, on cores 4)")
+    add("--context", type=int, metavar="TOKENS", help="of a prompt (default: 1024, on cores 64)")
+    add("--generate", type=int, metavar="TOKENS", help="of an answer (default: 512, on cores 64)")
+    add(
+        "--kv-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="of the arena (default: 262144, on cores 16384)",
+    )
+    add(
+        "--up-within",
+        type=float,
+        metavar="SECONDS",
+        help="of a server (default: 150, on cores 240)",
+    )
     add("--only", nargs="+", choices=[*STAGES], metavar="STAGE", help=f"of {', '.join(STAGES)}")
     add("--json", type=Path, metavar="FILE", help="write there how each stage went")
     return parser
