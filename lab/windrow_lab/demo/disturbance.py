@@ -59,7 +59,8 @@ class MachineSample:
             proc: where the kernel tells of processes.
             wait: lets so many seconds pass.
         """
-        shares, busiest = [], ""
+        shares: list[float] = []
+        busiest = ""
         before = CpuUse.read(cores, proc)
         while len(shares) < (LOOKS if shares and shares[0] > BUSY_SHARE else 1):
             wait(SAMPLE_S)
