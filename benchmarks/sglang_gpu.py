@@ -79,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         generate=options.generate or (512 if on_gpu else 64),
         kv_tokens=options.kv_tokens or (262_144 if on_gpu else 16_384),
         seconds=options.seconds,
+        server_options=tuple(options.server),
         lead_s=3.0 if on_gpu else 1.0,
         up_within_s=options.up_within or (150.0 if on_gpu else 240.0),
     )
@@ -163,6 +164,13 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="SECONDS",
         help="of a server (default: 150, on cores 240)",
+    )
+    add(
+        "--server",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="one more of SGLang's server",
     )
     add("--only", nargs="+", choices=[*STAGES], metavar="STAGE", help=f"of {', '.join(STAGES)}")
     add("--json", type=Path, metavar="FILE", help="write there how each stage went")

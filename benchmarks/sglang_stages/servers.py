@@ -71,6 +71,7 @@ class Bench:
         kv_tokens: of the arena.
         seconds, lead_s: of a measured load, and of what is not counted before.
         up_within_s: for a server's start.
+        server_options: more of SGLang's.
     """
 
     python: Path
@@ -84,6 +85,7 @@ class Bench:
     seconds: float
     lead_s: float
     up_within_s: float
+    server_options: tuple[str, ...] = ()
 
     @property
     def load(self) -> dict[str, Any]:
@@ -116,6 +118,7 @@ class Bench:
             "--stream-interval=1",
             "--random-seed=1",
             "--skip-server-warmup",
+            *self.server_options,
         ]
         if self.device == "cpu":
             options += ["--dtype=float32", "--attention-backend=torch_native"]

@@ -34,6 +34,7 @@ _INVALID = 422  # Unprocessable: the server's own code for a name that is none
 # Of a path: names and kinds. `.` and `..` would lead to another object.
 _WORD = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:-]+")
 _PIECE = 250  # objects of one answer to a listing
+_WATCH_S = 300  # then the server ends a watch, and another goes on
 # A request that is asked to come back later is repeated, if it is soon and not for ever.
 _BUSY_TRIES, _LONGEST_BUSY_S = 4, 5.0
 
@@ -203,6 +204,83 @@ class Kube:
             if not token:
                 return
 
+    async def list_at(self, path: str, *, labels: str = "") -> tuple[Sequence[Body], str]:
+        """Return the objects of a collection, and the version from which `watch` goes on.
+
+        Raises ObjectNotFound when its kind is unknown.
+        """
+        while True:
+            found, version, token = dict[str, Body](), "", ""
+            try:
+                while not version or token:
+                    query = {"limit": str(_PIECE)}
+                    query |= {"labelSelector": labels} if labels else {}
+                    query |= {"continue": token} if token else {}
+                    piece = await self._request("GET", f"{path}?{urlencode(query)}")
+                    for body in piece.get("items") or ():
+                        found[body["metadata"]["uid"]] = body
+                    metadata = piece["metadata"]
+                    # All pieces are of the first one's version.
+                    version = version or str(metadata["resourceVersion"])
+                    token = metadata.get("continue") or ""
+            except ApiError as error:
+                if error.status != 410 or not token:
+                    raise
+                continue  # the listed version is no longer kept
+            return list(found.values()), version
+
+    async def watch(
+        self,
+        path: str,
+        version: str,
+        *,
+        labels: str = "",
+        opened: Callable[[], None] = lambda: None,
+        seconds: int = _WATCH_S,
+    ) -> AsyncIterator[Body]:
+        """Yield what happens to a collection after a version: `type` and `object` of each event.
+
+        Ends without an error after about `seconds`, as the server does it. Errors come as events of
+        the type ERROR too.
+
+        Args:
+            path: of the collection.
+            version: of a listing, an object or a bookmark.
+            labels: a selector; empty: all objects.
+            opened: called once the server has accepted.
+            seconds: after which the server ends it.
+        """
+        _check_path(path)
+        query = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": version}
+        query |= {"timeoutSeconds": str(seconds)} | ({"labelSelector": labels} if labels else {})
+        headers = {"Accept": "application/json"}
+        verb, url, sent, _, _ = await self._api.param_serialize(
+            "GET",
+            f"{path}?{urlencode(query)}",
+            header_params=headers,
+            auth_settings=["BearerToken"],
+        )
+        # A server that hangs sends nothing, bookmarks neither; they come once a minute.
+        timeout = aiohttp.ClientTimeout(total=seconds + _TIMEOUT_S, sock_connect=_TIMEOUT_S)
+        begun_s, code = time.monotonic(), 0
+        try:
+            answer = await self._api.call_api(verb, url, sent, None, _request_timeout=timeout)
+            response = answer.response
+            code = int(response.status)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ApiError(0, f"watch {path}: {error or type(error).__name__}") from error
+        finally:
+            self.on_call("GET", path, code, time.monotonic() - begun_s)
+        async with response:
+            try:
+                if code >= 400:
+                    raise _error(response, f"watch {path}: {_reason(await response.read())}")
+                opened()
+                async for line in _lines(response.content):
+                    yield dict(json.loads(line))
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                raise ApiError(0, f"watch {path}: {error or type(error).__name__}") from error
+
     async def create(self, path: str, body: Mapping[str, Any]) -> Body:
         """Create an object; raise Conflict when it exists."""
         return await self._request("POST", path, body)
@@ -271,6 +349,18 @@ class Kube:
                 raise refused
             await asyncio.sleep(pause_s)
         raise AssertionError("unreachable")
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the lines of an answer, of any length: an object may have a MiB and more."""
+    rest = bytearray()
+    async for part in content.iter_any():
+        rest += part
+        *whole, last = rest.split(b"\n")
+        rest = bytearray(last)
+        for line in whole:
+            if line:
+                yield bytes(line)
 
 
 def _check_path(path: str) -> None:

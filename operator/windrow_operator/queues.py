@@ -1,7 +1,8 @@
 """Keep a Kueue Workload for each job with a queue label, and answer admission checks.
 
 Apart from the driver's loop, because Kueue need not be there: what it does not answer holds up jobs
-with a queue alone. The Workloads are listed every two seconds while a job names a queue.
+with a queue alone. AdmissionChecks are watched, and Workloads while a job names a queue or there is
+a check of ours.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final
@@ -22,6 +24,7 @@ from windrow_operator.kube import ApiError, Conflict, Kube, ObjectNotFound
 from windrow_operator.lease import NotLeading
 from windrow_operator.model import Job, QueueAdmission
 from windrow_operator.slot_table import SlotTable
+from windrow_operator.watched import WatchedObjects
 from windrow_operator.workloads import KUEUE, LABEL_JOB, Priority
 
 log = logging.getLogger(__name__)
@@ -29,9 +32,10 @@ log = logging.getLogger(__name__)
 Body = dict[str, Any]
 
 _API: Final = f"/apis/{KUEUE}"
+# Jobs change without an event of Kueue's, and a slot has a while to come: nothing is asked of the
+# API server for that.
 _LOOK_SECONDS: Final = 2.0
-# An AdmissionCheck is answered for also where no job names a queue yet.
-_CHECKS_SECONDS: Final = 30.0
+_TOGETHER_SECONDS: Final = 0.1  # events that come in a row are looked at once
 _MESSAGE_MAX: Final = 2048
 NOT_INSTALLED: Final = (
     f"The cluster serves no {KUEUE}: install Kueue 0.15 or newer, or remove the label "
@@ -63,18 +67,29 @@ class Queues:
     ) -> None:
         self._cluster, self._kube, self._slots = cluster, kube, slots
         self._clock, self._on_news, self._namespaces = clock, on_news, namespaces
-        self._kept: set[str] = set()  # UIDs of jobs that had a Workload when they were listed
-        self._checks_due_s = 0.0
+        self._kept: set[str] = set()  # UIDs of jobs that had a Workload at the last look
+        self._wake = asyncio.Event()
+        self._checks = _Watch([self._watched(f"{_API}/admissionchecks")])
+        self._workloads = _Watch([])
+        self._of_everybody = False  # whose Workloads are watched
         self._no_headroom: dict[str, str] = {}  # by job UID: why a check sent it back
 
     async def run(self) -> None:
-        """Round after round, until cancelled."""
-        while True:
-            try:
-                await self.look()
-            except (ApiError, NotLeading) as error:
-                log.warning("Workloads of Kueue were not looked after: %s", error)
-            await asyncio.sleep(_LOOK_SECONDS)
+        """Watch, and look at what has changed, until cancelled."""
+        self._checks.start()
+        try:
+            while True:
+                try:
+                    await self.look()
+                except (ApiError, NotLeading) as error:
+                    log.warning("Workloads of Kueue were not looked after: %s", error)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), _LOOK_SECONDS)
+                    await asyncio.sleep(_TOGETHER_SECONDS)
+                self._wake.clear()
+        finally:
+            self._checks.stop()
+            self._workloads.stop()
 
     async def look(self) -> None:
         """Do what is due for each Workload and check now.
@@ -82,17 +97,15 @@ class Queues:
         Raises:
             ApiError: the API server does not answer.
         """
-        now_s = asyncio.get_running_loop().time()
         queued = self._kept | self._cluster.index.queued.keys()
-        if not queued and now_s < self._checks_due_s:
-            return
-        self._checks_due_s = now_s + _CHECKS_SECONDS
         jobs = self._cluster.job_views(queued)
         try:
-            checks = await self._checks()
-            found = await self._workloads(everybody=bool(checks))
-            if not found and not checks:
-                await self._kube.get(_API)
+            if not self._checks.is_listed:
+                return
+            checks = await self._mark_checks()
+            self._watch_workloads(wanted=bool(queued or checks), everybody=bool(checks))
+            if not self._workloads.is_listed:
+                return
         except ObjectNotFound:
             self._all_unavailable(jobs, NOT_INSTALLED)
             return
@@ -101,10 +114,11 @@ class Queues:
                 raise
             self._all_unavailable(jobs, f"{error}. {_NO_RIGHTS}")
             return
-        by_name = {_key(body): body for body in found}
+        by_name = self._workloads.objects
         for job in jobs:
             await self._keep(job, by_name.get((job.namespace, workloads.name_of(job))))
-        ours = {body["metadata"].get("labels", {}).get(LABEL_JOB): body for body in found}
+        found = [*by_name.values()]
+        ours = {(body["metadata"].get("labels") or {}).get(LABEL_JOB) for body in found}
         self._kept = {uid for uid in ours if uid in self._cluster.jobs}
         self._forget_gone()
         if checks:
@@ -116,14 +130,28 @@ class Queues:
 
     # --- Workloads --------------------------------------------------------------------------------
 
-    async def _workloads(self, *, everybody: bool) -> list[Body]:
-        """Return the Workloads of our jobs; of everybody where a check may stand at any queue."""
-        found: list[Body] = []
-        for namespace in self._namespaces or (None,):
-            where = f"/namespaces/{namespace}" if namespace else ""
+    def _watched(self, path: str, labels: str = "") -> WatchedObjects:
+        return WatchedObjects(
+            self._kube,
+            path,
+            labels=labels,
+            on_change=self._wake.set,
+            is_urgent=lambda: bool(self._cluster.index.queued),
+        )
+
+    def _watch_workloads(self, *, wanted: bool, everybody: bool) -> None:
+        """Watch the Workloads of our jobs; of everybody where a check may stand at any queue."""
+        if self._workloads.runs == wanted and self._of_everybody == everybody:
+            return
+        self._workloads.stop()
+        self._workloads, self._of_everybody = _Watch([]), everybody
+        if wanted:
+            places = [f"/namespaces/{name}" for name in self._namespaces] or [""]
             labels = "" if everybody else LABEL_JOB
-            found += await self._kube.list(f"{_API}{where}/workloads", labels=labels)
-        return found
+            self._workloads = _Watch(
+                [self._watched(f"{_API}{p}/workloads", labels) for p in places]
+            )
+            self._workloads.start()
 
     async def _keep(self, job: Job, workload: Body | None) -> None:
         """Do what is due for one job; what fails for it does not keep others from their turn."""
@@ -135,7 +163,7 @@ class Queues:
             self._tell(job, self._explained(job, step.admission))
             await self._carry_out(job, step)
         except Conflict:
-            return  # Kueue wrote first; the next listing has it
+            return  # Kueue wrote first; the next event has it
         except UserError as error:
             self._unavailable(job, str(error))
         except ApiError as error:
@@ -206,10 +234,10 @@ class Queues:
 
     # --- admission checks -------------------------------------------------------------------------
 
-    async def _checks(self) -> list[HeadroomCheck]:
+    async def _mark_checks(self) -> list[HeadroomCheck]:
         """Return the AdmissionChecks that we answer; those that work are marked as active."""
         checks = []
-        for body in await self._kube.list(f"{_API}/admissionchecks"):
+        for body in [*self._checks.objects.values()]:
             if (check := headroom.check_of(body)) is None:
                 continue
             status = headroom.activity(body, check, self._clock())
@@ -240,7 +268,7 @@ class Queues:
             try:
                 await self._kube.merge(path, {"metadata": version, "status": status})
             except (Conflict, ObjectNotFound):
-                continue  # it has changed: the next listing has it
+                continue  # it has changed: the next event has it
 
     def _answers(
         self, body: Body, due: Iterable[HeadroomCheck], slots: SlotTable, now: datetime
@@ -261,6 +289,46 @@ class Queues:
         else:
             self._no_headroom[uid] = refused[0]
         return found
+
+
+class _Watch:
+    """Watches of some collections as one, each in a task.
+
+    Attributes:
+        runs: whether it was started and not stopped.
+    """
+
+    def __init__(self, parts: list[WatchedObjects]) -> None:
+        self._parts = parts
+        self._tasks: list[asyncio.Task[None]] = []
+        self.runs = False
+
+    def start(self) -> None:
+        """Begin to list and to watch."""
+        self.runs = True
+        self._tasks = [asyncio.create_task(part.run()) for part in self._parts]
+
+    def stop(self) -> None:
+        """End it."""
+        self.runs = False
+        for task in self._tasks:
+            task.cancel()
+
+    @property
+    def is_listed(self) -> bool:
+        """True once all was listed; raises the ApiError that keeps a part from being up to date."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()  # nothing ends it but a mistake of ours
+        for part in self._parts:
+            if part.error is not None:
+                raise part.error
+        return all(part.is_listed for part in self._parts)
+
+    @property
+    def objects(self) -> dict[tuple[str, str], Body]:
+        """All of them, by namespace and name."""
+        return {key: body for part in self._parts for key, body in part.objects.items()}
 
 
 def _key(body: Body) -> tuple[str, str]:
