@@ -194,6 +194,9 @@ class Pod:
         port, env = free_port(), {"SGLANG_USE_CPU_ENGINE": "1"} if bench.device == "cpu" else {}
         env |= environment or {}
         log = bench.out / f"{name}.log"
+        # What an earlier start left there explains no failure of this one.
+        for old in (log, bench.out / f"{name}-agent.log"):
+            old.unlink(missing_ok=True)
         run_dir: Path | None = None
         words = [*bench.words(port), *options]
         operator = AttachedOperator()

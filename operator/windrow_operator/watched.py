@@ -39,7 +39,7 @@ class WatchedObjects:
 
     Attributes:
         objects: by namespace ("" for a kind without) and name; replaced or changed by `run` alone.
-        error: why they may be out of date; None: they are what the server has told.
+        error: why they may be out of date; None: they are what the server has.
         is_listed: whether they were listed since the last such error that left them unknown.
     """
 

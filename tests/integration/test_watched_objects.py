@@ -1,4 +1,4 @@
-"""Collections that are watched, on a real API server and on one that fails as it is told."""
+"""Collections that are watched, on a real API server and on one that fails by a script."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def test_a_kind_that_the_server_does_not_know_is_said(server):
         assert not watching.objects.is_listed
 
 
-# A server that fails as it is told.
+# A server that fails by a script.
 
 
 class Scripted:
