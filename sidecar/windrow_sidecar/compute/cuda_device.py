@@ -61,11 +61,17 @@ class CudaDevice:
         torch.cuda.set_device(ordinal)
         self.name, self.torch = f"cuda:{ordinal}", torch.device("cuda", ordinal)
         self._clock, self._ordinal = _EventClock(self.torch), ordinal
+        self._streams: dict[tuple[int, ...], torch.cuda.Stream] = {}
         self._lent = lent
 
     def mark(self) -> Mark:
         """Return an event behind what this thread has queued on its stream."""
-        return _EventMark(self._clock, torch.cuda.current_stream(self._ordinal))
+        # Of a few streams: torch makes an object of the current one each time it is asked.
+        known = tuple(torch._C._cuda_getCurrentStream(self._ordinal))
+        stream = self._streams.get(known)
+        if stream is None:
+            stream = self._streams[known] = torch.cuda.current_stream(self._ordinal)
+        return _EventMark(self._clock, stream)
 
     def free_bytes(self) -> int:
         """Return the free bytes of what is lent; on an own GPU, the driver's and torch's."""

@@ -342,20 +342,22 @@ def _whole_or_nothing(learns: Sequence[nn.Parameter]) -> Iterator[None]:
 
     Costs no addition more: without a `.grad` autograd hands over the gradient itself.
     """
-    before = [parameter.grad for parameter in learns]
-    for parameter in learns:
+    before = [(p, grad) for p in learns if (grad := p.grad) is not None]
+    for parameter, _ in before:  # none in the first backward of a layer, most often the only one
         parameter.grad = None
     try:
         yield
     except BaseException:
-        for parameter, gradient in zip(learns, before, strict=True):
+        for parameter in learns:
+            parameter.grad = None
+        for parameter, gradient in before:
             parameter.grad = gradient
         raise
     added, to = [], []
-    for parameter, gradient in zip(learns, before, strict=True):
+    for parameter, gradient in before:
         if parameter.grad is None:
             parameter.grad = gradient
-        elif gradient is not None:
+        else:
             added.append(parameter.grad)
             to.append(gradient)
     if added:  # in one call: a GPU is queued fourteen of them otherwise
