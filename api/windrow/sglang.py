@@ -74,6 +74,17 @@ _DEFAULTS: Final[dict[str, object]] = {
     "speculative_algorithm": None,
     "speculative_eagle_topk": None,
 }
+# Parts of a model's path by which SGLang takes a chat template of its own, before the model's.
+_OWN_TEMPLATE = re.compile(
+    r"\bpoints\b|moss.*vl|internvl|janus|vicuna|llava-v1\.[56]|llava-next-video"
+    r"|llava-onevision-qwen2|deepseek.*vl2|minicpm-[vo]|phi-4-multimodal|deepseek-ocr|unlimited"
+    r"|paddleocr|whisper",
+    re.IGNORECASE,
+)
+# Parts of an architecture's name for which it writes chats by code of its own.
+_OWN_CODE = ("DeepseekV4", "DeepseekV41", "KimiK3", "InklingForConditionalGeneration")
+# Parsers of calls that switch it to such code whatever the model is.
+_PARSERS_WITH_CODE = ("deepseekv32", "deepseekv4", "deepseekv41", "kimi_k3")
 # Images of stacks that hold SGLang (sglang-runtime, sglang-router) have versions of their own.
 _IMAGE_VERSION = re.compile(r"(?:^|/)sglang:v?(\d+\.\d+\.\d+)")
 
@@ -138,6 +149,29 @@ def check_arguments(args: Any) -> None:  # noqa: ANN401  SGLang's ServerArgs
                 field="--" + field.replace("_", "-"),
                 remedy=f"Use one of {', '.join(_BACKENDS)}.",
             )
+
+
+def own_rendering(
+    model: str = "", architectures: Sequence[str] | None = None, parser: str = ""
+) -> str:
+    """Return why SGLang writes chats otherwise than by the model's template; empty: it does not.
+
+    Args:
+        model: its path or name, as the server has it.
+        architectures: that its config.json names.
+        parser: the server's --tool-call-parser.
+    """
+    architecture = next(iter(architectures or ()), "")
+    if parser in _PARSERS_WITH_CODE:
+        return f"SGLang writes chats by code of its own under --tool-call-parser {parser}"
+    if any(part in architecture for part in _OWN_CODE):
+        return f"SGLang writes chats of {architecture} by code of its own"
+    if found := _OWN_TEMPLATE.search(model):
+        return (
+            f"SGLang takes a chat template of its own for {model}, since the path holds "
+            f"{found[0]!r}"
+        )
+    return ""
 
 
 def check_speculation(algorithm: str | None, topk: object) -> None:

@@ -34,6 +34,9 @@ Body = dict[str, Any]
 RUN_VOLUME = "windrow-run"  # a container that mounts it was prepared by us
 MODEL_OPTIONS = ("--model-path", "--model")
 CHAT_TEMPLATE, CONFIG = "--chat-template", "--config"
+TEMPLATE_SETTINGS = "--default-chat-template-kwargs"
+TEMPLATE_NAME = "--hf-chat-template-name"
+TOOL_PARSER = "--tool-call-parser"
 ANNOTATION_DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
 
 

@@ -8,7 +8,7 @@ In the form `sidecar` the native sidecar is part of the pod from its creation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,16 @@ from windrow.crd import (
     SIDECAR_CONTAINER,
 )
 from windrow.crd.harvestpolicy import SharingMode, SidecarSpec, VolumeSpec
+from windrow.sglang import own_rendering
 from windrow_operator.decode_pods import (
     CHAT_TEMPLATE,
     CONFIG,
     MODEL_OPTIONS,
     REQUESTED,
     RUN_VOLUME,
+    TEMPLATE_NAME,
+    TEMPLATE_SETTINGS,
+    TOOL_PARSER,
     annotations_of,
     containers_of,
     decoder_of,
@@ -36,6 +40,7 @@ from windrow_operator.decode_pods import (
     matching_rule,
     model_of,
     part_in_doubt,
+    runs_builtin,
     serving_option,
 )
 from windrow_operator.engine_evidence import SGLANG, engine_of
@@ -220,14 +225,36 @@ def _require_drivable(decoder: Mapping[str, Any], rule: str) -> None:
 
 def _notes_on(decoder: Mapping[str, Any], asked: SidecarSpec) -> tuple[str, ...]:
     """Return what the sidecar will not see of the model that decode serves."""
-    template = serving_option(decoder, CHAT_TEMPLATE)
-    if not template or template == f"{model_of(decoder)}/chat_template.jinja":
-        return _note_on_model(decoder, asked)
-    told = (
-        f"decode serves chats with {CHAT_TEMPLATE} {template}, and jobs render their rows with the "
-        "template in the model's folder: put the same there (chat_template.jinja)"
-    )
-    return (*_note_on_model(decoder, asked), told)
+    return (*_note_on_model(decoder, asked), *_notes_on_chats(decoder))
+
+
+def _notes_on_chats(decoder: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how decode writes chats otherwise than jobs do, which use the template of the model."""
+    if runs_builtin(decoder):  # which serves completions alone
+        return
+    model, template = model_of(decoder), serving_option(decoder, CHAT_TEMPLATE)
+    parser = serving_option(decoder, TOOL_PARSER)
+    if template and template != f"{model}/chat_template.jinja":
+        yield (
+            f"decode serves chats with {CHAT_TEMPLATE} {template}, and jobs render their rows with "
+            "the template in the model's folder: put the same there (chat_template.jinja)"
+        )
+    elif why := own_rendering("" if template else model, parser=parser):
+        yield (
+            f"{why}, and jobs render their rows with the template in the model's folder: adapters "
+            f"learn other tokens than decode sends. Give {CHAT_TEMPLATE}, serve the model from "
+            "another path, or render rows for completions"
+        )
+    if settings := serving_option(decoder, TEMPLATE_SETTINGS):
+        yield (
+            f"decode gives the chat template {TEMPLATE_SETTINGS} {settings}, and jobs give it what "
+            "their rows say: write the same into `chat_template_kwargs` of each row"
+        )
+    if name := serving_option(decoder, TEMPLATE_NAME):
+        yield (
+            f"decode serves chats with the template of the name {name}, and jobs render their rows "
+            "with the one named `default`: give it that name in the model's folder"
+        )
 
 
 def _note_on_model(decoder: Mapping[str, Any], asked: SidecarSpec) -> tuple[str, ...]:

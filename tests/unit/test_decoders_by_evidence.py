@@ -294,6 +294,15 @@ def test_a_model_whose_value_the_spec_does_not_hold_is_told():
         ),
         (["--model-path", "/m", "--chat-template", "/t.jinja"], {}, ["--chat-template /t.jinja"]),
         (["--model-path", "/m", "--chat-template", "/m/chat_template.jinja"], {}, []),
+        (["--model-path", "/check-points/m"], {}, ["since the path holds 'points'"]),
+        (["--model-path", "/m", "--tool-call-parser", "deepseekv4"], {}, ["code of its own under"]),
+        (["--model-path", "/m", "--tool-call-parser", "qwen25"], {}, []),
+        (["--model-path", "/m", "--hf-chat-template-name", "rag"], {}, ["of the name rag"]),
+        (
+            ["--model-path", "/m", '--default-chat-template-kwargs={"enable_thinking": false}'],
+            {},
+            ['kwargs {"enable_thinking": false}'],
+        ),
     ],
 )
 def test_what_the_sidecar_does_not_see_of_the_served_model_is_told(words, env, told):

@@ -23,6 +23,7 @@ from windrow.crd import FINETUNE_JOB, FinetuneJobSpec, parse_job_spec
 from windrow.documents import read_document
 from windrow.errors import UserError
 from windrow.outputs import OWN_FOLDER, check_alone, check_within, folder_of, path_of
+from windrow.sglang import own_rendering
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.adapter.adapters import (
@@ -341,6 +342,9 @@ def open_session(
         notes = (f"the model is cut over {sharding.ranks.ranks} ranks", *notes)
     if unserved:
         notes = (*notes, unserved.problem)
+    architectures = getattr(base.config, "architectures", None)
+    if _template_of(job, base) and (why := own_rendering(spec.model.name, architectures)):
+        notes = (*notes, f"{why}, and rows are rendered with the model's chat template")
     if not_packed:
         notes = (*notes, f"layers run eagerly, not packed: {not_packed}")
     longest = max(lengths) * rows.together
