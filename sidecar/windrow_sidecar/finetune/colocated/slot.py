@@ -40,6 +40,7 @@ from windrow_sidecar.finetune.memory.allocated import AllocatedMemory, Residents
 from windrow_sidecar.finetune.memory.lent import LentBoundaries
 from windrow_sidecar.finetune.memory.lent_layers import LentLayers
 from windrow_sidecar.finetune.memory.slot_memory import SlotMemory
+from windrow_sidecar.finetune.model.claimed_size import check_claimed_size
 from windrow_sidecar.finetune.model.hub_models import THIS_PROCESS, HubReader
 from windrow_sidecar.finetune.model.loading import (
     BaseModel,
@@ -405,6 +406,9 @@ def open_slot(
 
     def load(job: JobSpec) -> BaseModel:
         held = held_model(job)
+        if job.access.serves_model is False:  # decode's own was built by who runs the pod
+            with held.named() as model_dir:
+                check_claimed_size(model_dir)
         if group is not None:
             base = group.load(job, held.folder, of_hub=held.of_hub)
             weakref.finalize(base.model, held.close)
