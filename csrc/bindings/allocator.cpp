@@ -101,6 +101,24 @@ void bind_allocator(nb::module_& module) {
       .def("wait_freed", call(&DeviceAllocator::wait_freed),
            nb::call_guard<nb::gil_scoped_release>())
       .def("release_cached", call(&DeviceAllocator::release_cached))
+      .def(
+          "begin_pool",
+          [](Handle& self, GraphPoolId pool, StreamId stream) {
+            self.shared->begin_pool(pool, [stream](StreamId asked) { return asked == stream; });
+          },
+          nb::arg("pool"), nb::kw_only(), nb::arg("stream"),
+          nb::call_guard<nb::gil_scoped_release>())
+      .def("end_pool", call(&DeviceAllocator::end_pool), nb::arg("pool"))
+      .def("release_pool", call(&DeviceAllocator::release_pool), nb::arg("pool"))
+      .def("back_pool", call(&DeviceAllocator::back_pool), nb::arg("pool"), nb::arg("n_bytes"),
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("unback_pools", call(&DeviceAllocator::unback_pools),
+           nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "pool_bytes",
+          [](const Handle& self, GraphPoolId pool) { return self.shared->pool_bytes(pool); },
+          nb::arg("pool"))
+      .def("backed_bytes", [](const Handle& self) { return self.shared->backed_bytes(); })
       .def("stats", &figures_of)
       .def("fragmentation_bytes",
            [](const Handle& self) { return self.shared->stats().fragmentation_bytes(); })

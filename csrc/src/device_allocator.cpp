@@ -47,7 +47,8 @@ DeviceAllocator::DeviceAllocator(Driver& driver, Streams& streams,
       memory_(in_blocks(driver, std::move(memory))),
       epochs_(streams),
       budget_(memory_->chunks(), memory_->blocks_per_chunk(), epochs_),
-      aliases_(driver, memory_, epochs_) {}
+      aliases_(driver, memory_, epochs_),
+      graphs_(driver, memory_, epochs_) {}
 
 DeviceAllocator::~DeviceAllocator() {
   try {
@@ -79,10 +80,14 @@ void DeviceAllocator::shrink_to(std::int64_t chunks) {
 
 std::vector<std::int64_t> DeviceAllocator::take_quiet() {
   const MutexLock lock(mutex_);
+  if (capture_) {
+    return {};  // whether anything has ended can be asked only afterwards
+  }
   if (budget_.draining_chunks() > 0) {
     release_done();
     trim_pools(nullptr);
   }
+  graphs_.settle();
   return budget_.take_quiet();
 }
 
@@ -94,6 +99,13 @@ std::byte* DeviceAllocator::allocate(std::size_t bytes, StreamId stream) {
     Events waited_for;
     {
       const MutexLock lock(mutex_);
+      if (capture_ && capture_->filter(stream)) {
+        std::byte* const address = graphs_.take(capture_->pool, bytes);
+        stats_.allocation.add(false, 1);
+        stats_.requested_bytes.add(false, signed_bytes(bytes));
+        return address;
+      }
+      await_capture();
       release_done();
       if (std::byte* address = try_allocate(bytes, stream); address != nullptr) {
         const Size size = size_at(address);
@@ -122,6 +134,12 @@ std::byte* DeviceAllocator::allocate(std::size_t bytes, StreamId stream) {
 
 void DeviceAllocator::free(std::byte* address) {
   const MutexLock lock(mutex_);
+  if (graphs_.contains(address)) {
+    const std::size_t bytes = graphs_.give(address);
+    stats_.allocation.add(false, -1);
+    stats_.requested_bytes.add(false, -signed_bytes(bytes));
+    return;
+  }
   const Size size = size_of(address);
   if (const auto recorded = recorded_.find(address); recorded != recorded_.end()) {
     deferred_.emplace(address, deferred_behind(recorded->second));
@@ -136,6 +154,10 @@ void DeviceAllocator::free(std::byte* address) {
 
 void DeviceAllocator::record_stream(const std::byte* address, StreamId stream) {
   const MutexLock lock(mutex_);
+  if (graphs_.contains(address)) {
+    static_cast<void>(graphs_.requested(address));
+    return;  // nobody else gets it
+  }
   static_cast<void>(size_of(address));
   if (segments_.at(slot(address)).stream == stream) {
     return;
@@ -149,6 +171,7 @@ void DeviceAllocator::record_stream(const std::byte* address, StreamId stream) {
 
 std::size_t DeviceAllocator::keep_small(std::size_t blocks, StreamId stream) {
   const MutexLock lock(mutex_);
+  await_capture();
   return pool_of(stream).pool.keep(blocks);
 }
 
@@ -157,6 +180,7 @@ void DeviceAllocator::wait_freed() {
     std::shared_ptr<const Event> everything;
     {
       const MutexLock lock(mutex_);
+      await_capture();
       release_done();
       trim_pools(nullptr);
       // What recorded streams still use is freed when they are done, in a later epoch.
@@ -170,7 +194,70 @@ void DeviceAllocator::wait_freed() {
 void DeviceAllocator::release_cached() {
   wait_freed();
   const MutexLock lock(mutex_);
+  await_capture();
   aliases_.clear();
+  graphs_.clear();
+}
+
+void DeviceAllocator::begin_pool(GraphPoolId pool, std::function<bool(StreamId)> filter) {
+  const MutexLock lock(mutex_);
+  await_capture();
+  graphs_.open(pool);
+  capture_ = {pool, std::move(filter), std::this_thread::get_id()};
+}
+
+void DeviceAllocator::end_pool(GraphPoolId pool) {
+  const MutexLock lock(mutex_);
+  if (!capture_ || capture_->pool != pool) {
+    throw Error("no capture of that pool is on its way");
+  }
+  capture_.reset();
+  capture_ended_.notify_all();
+}
+
+void DeviceAllocator::release_pool(GraphPoolId pool) {
+  const MutexLock lock(mutex_);
+  graphs_.release(pool);
+}
+
+bool DeviceAllocator::back_pool(GraphPoolId pool, std::size_t bytes) {
+  const MutexLock lock(mutex_);
+  await_capture();
+  const std::int64_t before = backed_locked();
+  const bool is_backed = graphs_.back(pool, bytes, budget_);
+  stats_.reserved_bytes.add(false, backed_locked() - before);
+  return is_backed;
+}
+
+void DeviceAllocator::unback_pools() {
+  const MutexLock lock(mutex_);
+  await_capture();
+  const std::int64_t before = backed_locked();
+  graphs_.unback(budget_);
+  stats_.reserved_bytes.add(false, backed_locked() - before);
+}
+
+std::size_t DeviceAllocator::pool_bytes(GraphPoolId pool) const {
+  const MutexLock lock(mutex_);
+  return graphs_.bytes_of(pool);
+}
+
+std::size_t DeviceAllocator::backed_bytes() const {
+  const MutexLock lock(mutex_);
+  return static_cast<std::size_t>(backed_locked());
+}
+
+std::int64_t DeviceAllocator::backed_locked() const {
+  return signed_bytes(graphs_.blocks().size() * memory_->block_bytes());
+}
+
+void DeviceAllocator::await_capture() {
+  if (capture_ && capture_->thread == std::this_thread::get_id()) {
+    throw Error("memory of a stream that does not capture is asked for in the middle of a capture");
+  }
+  while (capture_) {
+    capture_ended_.wait(mutex_);
+  }
 }
 
 AllocatorStats DeviceAllocator::stats() const {
@@ -180,7 +267,11 @@ AllocatorStats DeviceAllocator::stats() const {
 
 MappingCalls DeviceAllocator::mapping_calls() const {
   const MutexLock lock(mutex_);
-  return aliases_.calls();
+  MappingCalls calls = aliases_.calls();
+  calls.map += graphs_.calls().map;
+  calls.access += graphs_.calls().access;
+  calls.unmap += graphs_.calls().unmap;
+  return calls;
 }
 
 std::string DeviceAllocator::describe_budget() const {
@@ -200,6 +291,12 @@ void DeviceAllocator::check() const {
       }
     }
   }
+  for (const BlockId block : graphs_.blocks()) {
+    if (!used.insert(block).second) {
+      throw Error("the allocator is broken: a block of graphs is in a segment");
+    }
+  }
+  reserved += backed_locked();
   if (std::ssize(used) != budget_.blocks_in_use() ||
       reserved != stats_.reserved_bytes.all.current) {
     throw Error("the allocator is broken: its segments are not what its budget says");
@@ -326,7 +423,7 @@ std::shared_ptr<const Event> DeviceAllocator::try_record(StreamId stream) noexce
 DeviceAllocator::Deferred DeviceAllocator::deferred_behind(std::span<const StreamId> streams) {
   Deferred deferred;
   for (const StreamId stream : streams) {
-    if (auto event = try_record(stream)) {
+    if (auto event = capture_ ? nullptr : try_record(stream)) {
       deferred.events.push_back(std::move(event));
     } else {
       deferred.epoch = epochs_.now();

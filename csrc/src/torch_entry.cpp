@@ -131,6 +131,24 @@ WINDROW_EXPORT void windrow_record_stream(void* address, void* stream) noexcept 
   });
 }
 
+WINDROW_EXPORT void windrow_begin_pool(int device, windrow::GraphPoolId pool,
+                                       std::function<bool(void*)> filter) {
+  windrow::allocator_of(device)->begin_pool(pool,
+                                            [asked = std::move(filter)](windrow::StreamId stream) {
+                                              return asked(reinterpret_cast<void*>(stream));
+                                            });
+}
+
+WINDROW_EXPORT void windrow_end_pool(int device, windrow::GraphPoolId pool) noexcept {
+  windrow::guarded("ending a pool of graphs",
+                   [&] { windrow::allocator_of(device)->end_pool(pool); });
+}
+
+WINDROW_EXPORT void windrow_release_pool(int device, windrow::GraphPoolId pool) noexcept {
+  windrow::guarded("releasing a pool of graphs",
+                   [&] { windrow::allocator_of(device)->release_pool(pool); });
+}
+
 WINDROW_EXPORT void windrow_empty_cache() noexcept {
   windrow::guarded("emptying the cache", [] {
     for (const auto& allocator : windrow::all_allocators()) {

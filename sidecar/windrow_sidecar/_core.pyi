@@ -661,6 +661,26 @@ class DeviceAllocator:
         """Until nothing uses what was freed so far, on any stream."""
     def release_cached(self) -> None:
         """Give up what is not in use: empty pool blocks, idle mappings."""
+    def begin_pool(self, pool: tuple[int, int], *, stream: int) -> None:
+        """What that stream allocates until `end_pool` is memory of CUDA graphs, as torch asks for it.
+
+        Others wait. Raises Error in the middle of another capture of this thread.
+        """
+    def end_pool(self, pool: tuple[int, int]) -> None:
+        """The capture is over."""
+    def release_pool(self, pool: tuple[int, int]) -> None:
+        """One graph of the pool fewer."""
+    def back_pool(self, pool: tuple[int, int], n_bytes: int) -> bool:
+        """Put lent memory behind the pool's first bytes; False: there is too little now.
+
+        All pools are mapped over the same memory: graphs of two never run at the same time.
+        """
+    def unback_pools(self) -> None:
+        """Give the memory back; graphs may run again once `back_pool` says True."""
+    def pool_bytes(self, pool: tuple[int, int]) -> int:
+        """Bytes from its beginning that graphs of the pool may use; 0: nothing was captured."""
+    def backed_bytes(self) -> int:
+        """Bytes of lent memory behind all pools."""
     def stats(self) -> dict[str, int]:
         """Under the names of torch.cuda.memory_stats; besides, `num_device_set_access`: aliases that
         got their access (one call each), and `num_device_alloc_saved`: mapping calls that idle

@@ -6,10 +6,12 @@
 #include <cstring>
 #include <map>
 #include <random>
+#include <thread>
 
 #include "drivers.h"
 #include "windrow/cuda_streams.h"
 #include "windrow/device_allocator.h"
+#include "windrow/error.h"
 
 namespace windrow {
 namespace {
@@ -474,6 +476,220 @@ TEST_F(TokenMajorAllocator, AnySequenceKeepsTensorsApartAndEverythingReturns) {
 TEST_F(TokenMajorAllocator, ChunksThatHoldNoWholePieceAreRefused) {
   const auto odd = std::make_shared<SeparateChunks>(driver_, 1, 3 * kMiB / 4);
   EXPECT_THROW(DeviceAllocator(driver_, streams_, odd), GeometryError);
+}
+
+// Pools of graphs, on both layouts: a capture between begin_pool and end_pool.
+class GraphPoolAllocator : public CudaAllocator, public ::testing::WithParamInterface<bool> {
+ protected:
+  static constexpr GraphPoolId kPool{0, 1};
+  static constexpr GraphPoolId kOtherPool{0, 2};
+
+  [[nodiscard]] std::shared_ptr<ChunkMemory> make_blocks() override {
+    if (GetParam()) {
+      return std::make_shared<SeparateChunks>(driver_, 3, 2 * kMiB);
+    }
+    return std::make_shared<SeparateBlocks>(driver_, 3);
+  }
+  void begin(GraphPoolId pool = kPool) {
+    allocator_->begin_pool(pool, [this](StreamId stream) { return stream == id(mine_); });
+    const CudaContext::Current current(context());
+    ASSERT_EQ(Standin::begin_capture(mine_, 1), cuda::kSuccess);
+  }
+  // The graph of what was captured, which must not have been lost.
+  [[nodiscard]] void* end(GraphPoolId pool = kPool) {
+    const CudaContext::Current current(context());
+    void* graph = nullptr;
+    EXPECT_EQ(Standin::end_capture(mine_, &graph), cuda::kSuccess);
+    allocator_->end_pool(pool);
+    return graph;
+  }
+  void launch(void* graph) {
+    const CudaContext::Current current(context());
+    ASSERT_EQ(Standin::launch_graph(graph, mine_), cuda::kSuccess);
+  }
+  // torch backs the pool before a capture; the pool has to be known for that.
+  void open_backed(std::size_t bytes, GraphPoolId pool = kPool) {
+    allocator_->begin_pool(pool, [](StreamId) { return false; });
+    allocator_->end_pool(pool);
+    ASSERT_TRUE(allocator_->back_pool(pool, bytes));
+  }
+  void forget(std::initializer_list<void*> graphs) {
+    for (void* const graph : graphs) {
+      EXPECT_EQ(Standin::destroy_graph(graph), cuda::kSuccess);
+    }
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Layouts, GraphPoolAllocator, ::testing::Values(false, true),
+                         [](const auto& is) { return is.param ? "TokenMajor" : "PerLayer"; });
+
+TEST_P(GraphPoolAllocator, WhatACaptureFreesIsGivenToLaterOnesOfItsPoolAndToNobodyElse) {
+  open_backed(8 * kMiB);
+  begin();
+  std::byte* const first = allocator_->allocate(3 * kMiB, id(mine_));
+  launch_fill(mine_, first, 1, 3 * kMiB);
+  allocator_->free(first);
+  std::byte* const second = allocator_->allocate(3 * kMiB, id(mine_));
+  launch_fill(mine_, second, 2, 3 * kMiB);
+  void* const graph = end();
+  EXPECT_EQ(second, first) << "within the pool it is free at once";
+  // Everything that is left, on every stream.
+  std::vector<std::byte*> others;
+  try {
+    for (;;) {
+      others.push_back(allocator_->allocate(2 * kMiB, id(others.size() % 2 == 0 ? mine_ : other_)));
+      launch_fill(mine_, others.back(), 9, 2 * kMiB);
+    }
+  } catch (const BudgetError&) {
+    EXPECT_EQ(others.size(), 8U) << "of twelve blocks four are the pool's";
+  }
+  allocator_->free(second);
+  EXPECT_THROW(static_cast<void>(allocator_->allocate(2 * kMiB, id(mine_))), BudgetError)
+      << "the graph still writes what was freed";
+  synchronize(mine_);
+  launch(graph);
+  synchronize(mine_);
+  EXPECT_EQ(get(driver_, second), std::byte{2});
+  for (std::byte* const other : others) {
+    EXPECT_EQ(get(driver_, other), std::byte{9});
+    allocator_->free(other);
+  }
+  allocator_->check();
+  forget({graph});
+}
+
+TEST_P(GraphPoolAllocator, NothingIsAskedOfTheDriverWhileAStreamCaptures) {
+  std::byte* const before = allocator_->allocate(4 * kMiB, id(mine_));
+  std::byte* const used = allocator_->allocate(4 * kMiB, id(mine_));
+  allocator_->record_stream(used, id(other_));
+  launch_fill(other_, used, 3, 4 * kMiB);
+  allocator_->free(used);  // behind an event that allocate() asks for
+  open_backed(4 * kMiB);
+  begin();
+  const auto calls = Standin::counts().calls;
+  std::byte* const inside = allocator_->allocate(kMiB, id(mine_));
+  allocator_->record_stream(inside, id(other_));
+  allocator_->record_stream(before, id(other_));
+  allocator_->free(before);
+  allocator_->drain(0);
+  EXPECT_TRUE(allocator_->take_quiet().empty());
+  allocator_->free(inside);
+  EXPECT_THROW(static_cast<void>(allocator_->allocate(kMiB, id(other_))), Error);
+  EXPECT_THROW(allocator_->wait_freed(), Error);
+  EXPECT_THROW(allocator_->release_cached(), Error);
+  EXPECT_THROW(static_cast<void>(allocator_->back_pool(kPool, 6 * kMiB)), Error);
+  EXPECT_EQ(Standin::counts().calls, calls);
+  void* const graph = end();
+  ASSERT_NE(graph, nullptr) << "the capture is lost";
+  allocator_->wait_freed();
+  forget({graph});
+}
+
+TEST_P(GraphPoolAllocator, OtherThreadsWaitForTheEndOfACapture) {
+  open_backed(2 * kMiB);
+  begin();
+  std::byte* theirs = nullptr;
+  std::thread thread([&] { theirs = allocator_->allocate(2 * kMiB, id(other_)); });
+  std::byte* const inside = allocator_->allocate(kMiB, id(mine_));
+  void* const graph = end();
+  thread.join();
+  ASSERT_NE(graph, nullptr) << "the capture is lost";
+  EXPECT_NE(theirs, nullptr);
+  allocator_->free(theirs);
+  allocator_->free(inside);
+  forget({graph});
+}
+
+TEST_P(GraphPoolAllocator, MemoryIsGivenBackAndOtherMemoryIsMappedAtTheSameAddresses) {
+  open_backed(8 * kMiB);
+  begin();
+  std::byte* const tensor = allocator_->allocate(8 * kMiB, id(mine_));
+  launch_fill(mine_, tensor, 5, 8 * kMiB);
+  void* const graph = end();
+  launch(graph);
+  allocator_->unback_pools();
+  EXPECT_EQ(allocator_->backed_bytes(), 0U);
+  // All of the chunks go back, behind the graph that still writes them; then others come.
+  allocator_->shrink_to(0);
+  std::vector<std::int64_t> quiet;
+  for (int look = 0; look < 10 && quiet.size() < 3; ++look) {
+    const auto more = allocator_->take_quiet();
+    quiet.insert(quiet.end(), more.begin(), more.end());
+  }
+  ASSERT_EQ(quiet.size(), 3U);
+  const auto decode = map_whole(driver_, *blocks_->backing(2, 0).memory, Access::kReadOnly);
+  EXPECT_EQ(get(driver_, decode->data()), std::byte{5}) << "the graph had not run";
+  EXPECT_FALSE(allocator_->back_pool(kPool, 8 * kMiB)) << "nothing is lent";
+  {
+    const CudaContext::Current current(context());
+    EXPECT_NE(Standin::launch_graph(graph, mine_), cuda::kSuccess) << "nothing is mapped";
+  }
+  EXPECT_NE(Standin::violations().find("not mapped"), std::string::npos);
+  allocator_->lend(0);
+  ASSERT_TRUE(allocator_->back_pool(kPool, allocator_->pool_bytes(kPool)));
+  launch(graph);
+  synchronize(mine_);
+  const auto lent = map_whole(driver_, *blocks_->backing(0, 0).memory, Access::kReadOnly);
+  EXPECT_EQ(get(driver_, lent->data()), std::byte{5});
+  EXPECT_EQ(get(driver_, tensor + 8 * kMiB - 1), std::byte{5});
+  allocator_->check();
+  allocator_->free(tensor);
+  forget({graph});
+}
+
+TEST_P(GraphPoolAllocator, PoolsAreMappedOverTheSameMemory) {
+  open_backed(4 * kMiB);
+  const std::size_t held = allocator_->backed_bytes();
+  open_backed(4 * kMiB, kOtherPool);
+  EXPECT_EQ(allocator_->backed_bytes(), held);
+  begin();
+  std::byte* const one = allocator_->allocate(kMiB, id(mine_));
+  launch_fill(mine_, one, 1, kMiB);
+  void* const first = end();
+  begin(kOtherPool);
+  std::byte* const two = allocator_->allocate(kMiB, id(mine_));
+  launch_fill(mine_, two, 2, kMiB);
+  void* const second = end(kOtherPool);
+  EXPECT_NE(one, two);
+  launch(first);
+  synchronize(mine_);
+  EXPECT_EQ(get(driver_, two), std::byte{1});
+  launch(second);
+  synchronize(mine_);
+  EXPECT_EQ(get(driver_, one), std::byte{2});
+  allocator_->free(one);
+  allocator_->free(two);
+  forget({first, second});
+}
+
+TEST_P(GraphPoolAllocator, ACaptureThatNeedsMoreThanIsBackedIsToldAndNothingIsLost) {
+  open_backed(2 * kMiB);
+  begin();
+  const std::size_t backed = allocator_->backed_bytes();
+  try {
+    static_cast<void>(allocator_->allocate(backed + 1, id(mine_)));
+    FAIL() << "there is no memory behind it";
+  } catch (const BudgetError& error) {
+    EXPECT_NE(std::string(error.what()).find("memory of graphs"), std::string::npos);
+  }
+  std::byte* const fits = allocator_->allocate(backed, id(mine_));
+  void* const graph = end();
+  ASSERT_NE(graph, nullptr);
+  ASSERT_TRUE(allocator_->back_pool(kPool, backed + 1));
+  allocator_->free(fits);
+  EXPECT_THROW(allocator_->free(fits), Error);
+  forget({graph});
+}
+
+TEST_P(GraphPoolAllocator, APoolWithoutGraphsAndTensorsGivesItsAddressesUp) {
+  const auto reservations = Standin::counts().reservations;
+  open_backed(2 * kMiB);
+  EXPECT_EQ(Standin::counts().reservations, reservations + 1);
+  allocator_->release_pool(kPool);
+  allocator_->unback_pools();
+  allocator_->release_cached();
+  EXPECT_EQ(Standin::counts().reservations, reservations);
+  EXPECT_EQ(allocator_->pool_bytes(kPool), 0U);
 }
 
 }  // namespace

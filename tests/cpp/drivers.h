@@ -33,6 +33,21 @@ class Standin {
   static cuda::Context foreign_context() {
     return reinterpret_cast<standin::MakeForeignContext>(find("windrow_standin_foreign_context"))();
   }
+  // Captures, which the core does not make itself: their calls are looked up here. `mode` as
+  // CUstreamCaptureMode has it (0: global, 1: of the thread, 2: relaxed).
+  static cuda::Result begin_capture(cuda::Stream stream, int mode) {
+    return call<cuda::Stream, int>("cuStreamBeginCapture_v2", stream, mode);
+  }
+  static cuda::Result end_capture(cuda::Stream stream, void** graph) {
+    return call<cuda::Stream, void**>("cuStreamEndCapture", stream, graph);
+  }
+  static cuda::Result exchange_mode(int* mode) {
+    return call<int*>("cuThreadExchangeStreamCaptureMode", mode);
+  }
+  static cuda::Result launch_graph(void* graph, cuda::Stream stream) {
+    return call<void*, cuda::Stream>("cuGraphLaunch", graph, stream);
+  }
+  static cuda::Result destroy_graph(void* graph) { return call<void*>("cuGraphDestroy", graph); }
   // Things that were made and not taken away, contexts aside.
   static long long held() {
     const auto c = counts();
@@ -40,6 +55,10 @@ class Standin {
   }
 
  private:
+  template <class... Arguments>
+  static cuda::Result call(const char* name, Arguments... arguments) {
+    return reinterpret_cast<cuda::Result (*)(Arguments...)>(find(name))(arguments...);
+  }
   static void* find(const char* name) {
     static void* library = ::dlopen(WINDROW_STANDIN, RTLD_NOW | RTLD_LOCAL);
     return ::dlsym(library, name);

@@ -5,7 +5,10 @@
 
 #include <array>
 #include <cstring>
+#include <functional>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "drivers.h"
@@ -322,6 +325,173 @@ TEST(StandinStartTest, ACallBeforeCuInit) {
         ::_exit(result == cuda::kNotInitialized ? 7 : 1);
       },
       ::testing::ExitedWithCode(7), "");
+}
+
+// Captures: what CUDA forbids meanwhile is refused, and the capture is lost.
+class StandinCapture : public StandinTest {
+ protected:
+  StandinCapture() {
+    call.cuStreamCreate(&other, cuda::kStreamNonBlocking);
+    call.cuEventCreate(&event, 0);
+    map_with_access();
+  }
+  ~StandinCapture() override {
+    call.cuEventDestroy(event);
+    call.cuStreamDestroy(other);
+  }
+  // Ends it; returns whether there is a graph.
+  bool survives(cuda::Stream captured) {
+    void* graph = nullptr;
+    const bool is_made = Standin::end_capture(captured, &graph) == cuda::kSuccess;
+    if (is_made) {
+      EXPECT_EQ(Standin::destroy_graph(graph), cuda::kSuccess);
+    }
+    return is_made;
+  }
+
+  cuda::Stream other = nullptr;
+  cuda::Event event = nullptr;
+};
+
+TEST_F(StandinCapture, WorkOfACapturedStreamRunsWithItsGraphAndNotBefore) {
+  *reinterpret_cast<char*>(range) = 1;
+  ASSERT_EQ(Standin::begin_capture(stream, 0), cuda::kSuccess);
+  EXPECT_EQ(call.cuMemsetD8Async(range, 7, page, stream), cuda::kSuccess);
+  void* graph = nullptr;
+  ASSERT_EQ(Standin::end_capture(stream, &graph), cuda::kSuccess);
+  call.cuStreamSynchronize(stream);
+  EXPECT_EQ(*reinterpret_cast<char*>(range), 1);
+  for (int run = 0; run < 2; ++run) {
+    *reinterpret_cast<char*>(range) = 1;
+    EXPECT_EQ(Standin::launch_graph(graph, other), cuda::kSuccess);
+    call.cuStreamSynchronize(other);
+    EXPECT_EQ(*reinterpret_cast<char*>(range), 7);
+  }
+  EXPECT_EQ(Standin::destroy_graph(graph), cuda::kSuccess);
+  EXPECT_EQ(Standin::violations(), "");
+}
+
+TEST_F(StandinCapture, AGraphOverMemoryThatIsNotMappedAnyMore) {
+  ASSERT_EQ(Standin::begin_capture(stream, 0), cuda::kSuccess);
+  call.cuMemsetD8Async(range, 7, page, stream);
+  void* graph = nullptr;
+  ASSERT_EQ(Standin::end_capture(stream, &graph), cuda::kSuccess);
+  ASSERT_EQ(call.cuMemUnmap(range, page), cuda::kSuccess);
+  expect_broken(Standin::launch_graph(graph, stream), "not mapped with that access");
+  map_with_access();
+  EXPECT_EQ(Standin::launch_graph(graph, stream), cuda::kSuccess);
+  call.cuStreamSynchronize(stream);
+  EXPECT_EQ(Standin::destroy_graph(graph), cuda::kSuccess);
+}
+
+TEST_F(StandinCapture, CallsThatMayInterfereInTheCapturingThread) {
+  cuda::MemoryHandle made = 0;
+  cuda::DevicePtr at = 0;
+  const std::vector<std::pair<const char*, std::function<cuda::Result()>>> calls{
+      {"cuMemMap", [&] { return call.cuMemMap(range + page, page, 0, handle, 0); }},
+      {"cuMemUnmap", [&] { return call.cuMemUnmap(range, page); }},
+      {"cuMemSetAccess", [&] { return call.cuMemSetAccess(range, page, &read_write, 1); }},
+      {"cuMemCreate", [&] { return call.cuMemCreate(&made, page, &properties, 0); }},
+      {"cuMemRelease", [&] { return call.cuMemRelease(handle); }},
+      {"cuMemAddressReserve", [&] { return call.cuMemAddressReserve(&at, page, 0, 0, 0); }},
+      {"cuEventQuery", [&] { return call.cuEventQuery(event); }},
+      {"cuEventSynchronize", [&] { return call.cuEventSynchronize(event); }},
+      {"cuStreamSynchronize", [&] { return call.cuStreamSynchronize(other); }},
+  };
+  for (const auto& [name, forbidden] : calls) {
+    for (const int mode : {0, 1}) {
+      ASSERT_EQ(Standin::begin_capture(stream, mode), cuda::kSuccess);
+      expect_broken(forbidden(), std::string(name) + " while a stream captures");
+      EXPECT_FALSE(survives(stream)) << name;
+    }
+  }
+  static_cast<void>(Standin::violations());
+}
+
+TEST_F(StandinCapture, ARelaxedCaptureOrThreadIsLetAlone) {
+  int relaxed = 2;
+  ASSERT_EQ(Standin::begin_capture(stream, relaxed), cuda::kSuccess);
+  EXPECT_EQ(call.cuEventQuery(event), cuda::kSuccess);
+  EXPECT_TRUE(survives(stream));
+  ASSERT_EQ(Standin::begin_capture(stream, 0), cuda::kSuccess);
+  Standin::exchange_mode(&relaxed);
+  EXPECT_EQ(call.cuEventQuery(event), cuda::kSuccess);
+  Standin::exchange_mode(&relaxed);
+  EXPECT_TRUE(survives(stream));
+  EXPECT_EQ(Standin::violations(), "");
+}
+
+TEST_F(StandinCapture, OtherThreadsAreHeldToAGlobalCaptureOnly) {
+  for (const int mode : {0, 1}) {
+    ASSERT_EQ(Standin::begin_capture(stream, mode), cuda::kSuccess);
+    cuda::Result found = cuda::kSuccess;
+    std::thread([&] {
+      call.cuCtxPushCurrent(context);
+      found = call.cuEventQuery(event);
+      cuda::Context popped = nullptr;
+      call.cuCtxPopCurrent(&popped);
+    }).join();
+    EXPECT_EQ(found == cuda::kSuccess, mode == 1);
+    EXPECT_EQ(survives(stream), mode == 1);
+  }
+  static_cast<void>(Standin::violations());
+}
+
+TEST_F(StandinCapture, AnEventBehindTheWholeContextEndsEveryCapture) {
+  for (const int mode : {0, 1, 2}) {
+    ASSERT_EQ(Standin::begin_capture(stream, mode), cuda::kSuccess);
+    ASSERT_EQ(Standin::begin_capture(other, mode), cuda::kSuccess);
+    cuda::Result found = cuda::kSuccess;
+    std::thread([&] { found = library->record_context()(context, event); }).join();
+    expect_broken(found, "cuCtxRecordEvent while a stream of the context captures");
+    EXPECT_FALSE(survives(stream));
+    EXPECT_FALSE(survives(other));
+  }
+}
+
+TEST_F(StandinCapture, TheStreamItselfCannotBeWaitedForNorAnEventOfIt) {
+  ASSERT_EQ(Standin::begin_capture(stream, 2), cuda::kSuccess);
+  expect_broken(call.cuStreamSynchronize(stream), "a stream that captures");
+  EXPECT_FALSE(survives(stream));
+  ASSERT_EQ(Standin::begin_capture(stream, 2), cuda::kSuccess);
+  EXPECT_EQ(call.cuEventRecord(event, stream), cuda::kSuccess);
+  expect_broken(call.cuEventQuery(event), "an event that a capture has");
+  expect_broken(call.cuEventSynchronize(event), "an event that a capture has");
+  EXPECT_TRUE(survives(stream));
+}
+
+TEST_F(StandinCapture, TheDefaultStreamBesideABlockingStreamThatCaptures) {
+  cuda::Stream blocking = nullptr;
+  call.cuStreamCreate(&blocking, 0);
+  ASSERT_EQ(Standin::begin_capture(stream, 2), cuda::kSuccess);
+  EXPECT_EQ(call.cuEventRecord(event, nullptr), cuda::kSuccess) << "it is not behind that stream";
+  EXPECT_TRUE(survives(stream));
+  ASSERT_EQ(Standin::begin_capture(blocking, 2), cuda::kSuccess);
+  expect_broken(call.cuEventRecord(event, nullptr), "while a blocking stream captures");
+  EXPECT_FALSE(survives(blocking));
+  ASSERT_EQ(Standin::begin_capture(blocking, 2), cuda::kSuccess);
+  expect_broken(call.cuMemsetD8Async(range, 7, page, nullptr), "while a blocking stream captures");
+  EXPECT_FALSE(survives(blocking));
+  expect_broken(Standin::begin_capture(nullptr, 0), "a capture of the default stream");
+  call.cuStreamSynchronize(nullptr);
+  call.cuStreamDestroy(blocking);
+}
+
+TEST_F(StandinCapture, ACaptureIsEndedByTheThreadThatBeganIt) {
+  ASSERT_EQ(Standin::begin_capture(stream, 1), cuda::kSuccess);
+  cuda::Result found = cuda::kSuccess;
+  std::thread([&] {
+    call.cuCtxPushCurrent(context);
+    void* graph = nullptr;
+    found = Standin::end_capture(stream, &graph);
+    cuda::Context popped = nullptr;
+    call.cuCtxPopCurrent(&popped);
+  }).join();
+  expect_broken(found, "that another thread began");
+  expect_broken(Standin::begin_capture(stream, 1), "a stream that captures");
+  EXPECT_TRUE(survives(stream));
+  void* graph = nullptr;
+  expect_broken(Standin::end_capture(stream, &graph), "was not begun");
 }
 
 }  // namespace

@@ -77,5 +77,33 @@ TEST_F(TorchEntry, CCallersGetNoExceptionButAText) {
   EXPECT_STREQ(windrow_last_error(), "");
 }
 
+TEST_F(TorchEntry, TorchsPoolOfACaptureReachesTheAllocatorOfTheDevice) {
+  allocator_->lend(0);
+  using Pool = std::pair<unsigned long long, unsigned long long>;
+  // As torch calls them.
+  const std::function<void(int, Pool, std::function<bool(void*)>)> begin = windrow_begin_pool;
+  const std::function<void(int, Pool)> end = windrow_end_pool;
+  const std::function<void(int, Pool)> release = windrow_release_pool;
+  const Pool pool{0, 3};
+  begin(kDevice, pool, [](void* asked) { return asked == stream(1); });
+  EXPECT_EQ(windrow_alloc(4096, kDevice, stream(1)), nullptr) << "nothing is backed yet";
+  EXPECT_NE(std::string(windrow_last_error()).find("memory of graphs"), std::string::npos);
+  end(kDevice, pool);
+  ASSERT_TRUE(allocator_->back_pool(pool, 2 << 20));
+  begin(kDevice, pool, [](void* asked) { return asked == stream(1); });
+  void* const address = windrow_alloc(4096, kDevice, stream(1));
+  ASSERT_NE(address, nullptr);
+  EXPECT_EQ(windrow_alloc(4096, kDevice, stream(2)), nullptr) << "it does not capture";
+  end(kDevice, pool);
+  windrow_record_stream(address, stream(2));
+  EXPECT_STREQ(windrow_last_error(), "");
+  windrow_free(address, 4096, kDevice, stream(1));
+  release(kDevice, pool);
+  release(kDevice, pool);
+  EXPECT_STREQ(windrow_last_error(), "");
+  end(kDevice, pool);
+  EXPECT_NE(std::string(windrow_last_error()).find("no capture of that pool"), std::string::npos);
+}
+
 }  // namespace
 }  // namespace windrow

@@ -5,7 +5,7 @@
 #include <numeric>
 #include <string>
 
-#include "state.h"
+#include "captures.h"
 
 namespace windrow::standin {
 namespace {
@@ -223,6 +223,9 @@ Result cuGreenCtxStreamCreate(cuda::Stream* stream, cuda::GreenContext green, un
 Result cuModuleLoadData(cuda::Module* module, const void* image) {
   const std::scoped_lock lock(state().mutex);
   if (const Result result = enter_context("cuModuleLoadData"); result != cuda::kSuccess) {
+    return result;
+  }
+  if (const Result result = require_no_capture("cuModuleLoadData"); result != cuda::kSuccess) {
     return result;
   }
   const std::string text = static_cast<const char*>(image);

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <string>
 
-#include "state.h"
+#include "captures.h"
 
 namespace windrow::standin {
 namespace {
@@ -118,6 +118,9 @@ Result cuMemAddressReserve(DevicePtr* address, std::size_t bytes, std::size_t al
   if (const Result result = enter_context("cuMemAddressReserve"); result != cuda::kSuccess) {
     return result;
   }
+  if (const Result result = require_no_capture("cuMemAddressReserve"); result != cuda::kSuccess) {
+    return result;
+  }
   if (bytes == 0 || bytes % s.granularity != 0 || alignment != 0 || wanted != 0 || flags != 0) {
     return refuse(cuda::kInvalidValue, "a reservation that is not a multiple of the granularity");
   }
@@ -144,6 +147,9 @@ Result cuMemAddressFree(DevicePtr address, std::size_t bytes) {
   if (const Result result = enter_context("cuMemAddressFree"); result != cuda::kSuccess) {
     return result;
   }
+  if (const Result result = require_no_capture("cuMemAddressFree"); result != cuda::kSuccess) {
+    return result;
+  }
   const auto found = s.reservations.find(address);
   if (found == s.reservations.end() || found->second.bytes != bytes) {
     return refuse(cuda::kInvalidValue, "addresses freed that are not one whole reservation");
@@ -162,6 +168,9 @@ Result cuMemMap(DevicePtr address, std::size_t bytes, std::size_t offset, cuda::
   const std::scoped_lock lock(s.mutex);
   ++s.maps;
   if (const Result result = enter_context("cuMemMap"); result != cuda::kSuccess) {
+    return result;
+  }
+  if (const Result result = require_no_capture("cuMemMap"); result != cuda::kSuccess) {
     return result;
   }
   const auto physical = s.handles.find(handle);
@@ -184,6 +193,9 @@ Result cuMemUnmap(DevicePtr address, std::size_t bytes) {
   State& s = state();
   const std::scoped_lock lock(s.mutex);
   if (const Result result = enter_context("cuMemUnmap"); result != cuda::kSuccess) {
+    return result;
+  }
+  if (const Result result = require_no_capture("cuMemUnmap"); result != cuda::kSuccess) {
     return result;
   }
   const auto reservation = around(address, bytes);
@@ -211,6 +223,9 @@ Result cuMemSetAccess(DevicePtr address, std::size_t bytes, const cuda::AccessDe
   const std::scoped_lock lock(s.mutex);
   ++s.accesses;
   if (const Result result = enter_context("cuMemSetAccess"); result != cuda::kSuccess) {
+    return result;
+  }
+  if (const Result result = require_no_capture("cuMemSetAccess"); result != cuda::kSuccess) {
     return result;
   }
   if (count != 1 || desc->location.type != cuda::kLocationDevice ||

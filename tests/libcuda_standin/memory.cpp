@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <string>
 
-#include "state.h"
+#include "captures.h"
 
 namespace windrow::standin {
 namespace {
@@ -70,6 +70,9 @@ Result cuMemCreate(cuda::MemoryHandle* handle, std::size_t bytes,
   if (const Result result = enter_context("cuMemCreate"); result != cuda::kSuccess) {
     return result;
   }
+  if (const Result result = require_no_capture("cuMemCreate"); result != cuda::kSuccess) {
+    return result;
+  }
   if (const Result result = require_properties(*properties); result != cuda::kSuccess) {
     return result;
   }
@@ -106,6 +109,9 @@ Result cuMemRelease(cuda::MemoryHandle handle) {
   State& s = state();
   const std::scoped_lock lock(s.mutex);
   if (const Result result = enter_context("cuMemRelease"); result != cuda::kSuccess) {
+    return result;
+  }
+  if (const Result result = require_no_capture("cuMemRelease"); result != cuda::kSuccess) {
     return result;
   }
   const auto found = s.handles.find(handle);

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "standin.h"
@@ -55,6 +56,16 @@ struct StreamState {
   std::set<unsigned> sms;
   cuda::GreenContext green = nullptr;
   bool detached = false;
+  bool blocks = false;  // it waits for the default stream, and that one for it
+};
+
+// A capture of a stream; see captures.h.
+struct Graph;
+struct Capture {
+  int mode = 0;
+  std::thread::id thread;
+  std::shared_ptr<Graph> graph;
+  bool invalid = false;
 };
 
 // A point in a stream: behind so much of its work, counted from its beginning.
@@ -67,6 +78,7 @@ struct EventState {
   cuda::Context context = nullptr;
   std::vector<Point> points;  // of one stream, or of all in its context
   bool asked = false;
+  bool is_captured = false;  // recorded last on a stream that captured
 };
 
 struct State {
@@ -92,6 +104,8 @@ struct State {
   std::map<cuda::Context, StreamState> default_streams;
   std::map<cuda::Event, std::unique_ptr<EventState>> events;
   std::map<StreamState*, std::size_t> finished;  // how much work of a stream has run
+  std::map<StreamState*, Capture> captures;
+  std::map<Graph*, std::shared_ptr<Graph>> graphs;
   std::map<cuda::GreenContext, std::set<unsigned>> greens;
   std::map<cuda::ResourceDesc, std::set<unsigned>> descs;
   std::set<cuda::Module> modules;

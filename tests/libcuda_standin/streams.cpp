@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "state.h"
+#include "captures.h"
 
 namespace windrow::standin {
 
@@ -40,6 +40,13 @@ Result enqueue(cuda::Stream stream, const char* call, Work work) {
   if (found->detached) {
     return refuse(cuda::kStreamDetached,
                   std::string(call) + " on a stream whose green context is destroyed");
+  }
+  if (const Result result = require_no_dependency(*found, call); result != cuda::kSuccess) {
+    return result;
+  }
+  if (Graph* graph = captured_by(*found); graph != nullptr) {
+    graph->nodes.push_back(std::move(work));
+    return cuda::kSuccess;
   }
   found->queue.push_back(std::move(work));
   return cuda::kSuccess;
@@ -100,7 +107,7 @@ namespace cuda = windrow::cuda;
 extern "C" {
 #pragma GCC visibility push(default)
 
-Result cuStreamCreate(cuda::Stream* stream, unsigned /*flags*/) {
+Result cuStreamCreate(cuda::Stream* stream, unsigned flags) {
   State& s = state();
   const std::scoped_lock lock(s.mutex);
   if (const Result result = enter_context("cuStreamCreate"); result != cuda::kSuccess) {
@@ -111,6 +118,7 @@ Result cuStreamCreate(cuda::Stream* stream, unsigned /*flags*/) {
     all.insert(sm);
   }
   *stream = add_stream(current(), std::move(all), nullptr);
+  s.streams[*stream]->blocks = (flags & cuda::kStreamNonBlocking) == 0;
   return cuda::kSuccess;
 }
 
@@ -119,9 +127,16 @@ Result cuStreamSynchronize(cuda::Stream stream) {
   if (const Result result = enter_context("cuStreamSynchronize"); result != cuda::kSuccess) {
     return result;
   }
+  if (const Result result = require_no_capture("cuStreamSynchronize"); result != cuda::kSuccess) {
+    return result;
+  }
   StreamState* found = find_stream(stream, "cuStreamSynchronize");
   if (found == nullptr) {
     return cuda::kInvalidHandle;
+  }
+  if (const auto capture = state().captures.find(found); capture != state().captures.end()) {
+    capture->second.invalid = true;
+    return refuse(kCaptureUnsupported, "cuStreamSynchronize of a stream that captures");
   }
   run_until(*found, all_of(*found));
   return cuda::kSuccess;
@@ -136,6 +151,9 @@ Result cuStreamDestroy(cuda::Stream stream) {
   StreamState* found = find_stream(stream, "cuStreamDestroy");
   if (found == nullptr) {
     return cuda::kInvalidHandle;
+  }
+  if (s.captures.erase(found) > 0) {
+    refuse(kIllegalState, "a stream destroyed while it captured");
   }
   run_until(*found, all_of(*found));
   for (auto& [key, event] : s.events) {
@@ -176,8 +194,12 @@ Result cuEventRecord(cuda::Event event, cuda::Stream stream) {
   if (on->green != nullptr && setting("WINDROW_STANDIN_GREEN_EVENTS", 1) == 0) {
     return cuda::kInvalidHandle;
   }
+  if (const Result result = require_no_dependency(*on, "cuEventRecord"); result != cuda::kSuccess) {
+    return result;
+  }
   found->points = {{on, all_of(*on)}};
   found->asked = false;
+  found->is_captured = captured_by(*on) != nullptr;
   return cuda::kSuccess;
 }
 
@@ -196,8 +218,12 @@ Result cuCtxRecordEvent(cuda::Context context, cuda::Event event) {
   if (found->context != context) {
     return refuse(cuda::kInvalidHandle, "an event recorded behind another context than its own");
   }
+  if (const Result result = require_no_capture_in(context, "cuCtxRecordEvent");
+      result != cuda::kSuccess) {
+    return result;
+  }
   found->points.clear();
-  found->asked = false;
+  found->asked = found->is_captured = false;
   const auto add = [&](StreamState& stream) {
     if (stream.context == context) {
       found->points.push_back({&stream, all_of(stream)});
@@ -221,6 +247,12 @@ Result cuEventQuery(cuda::Event event) {
   if (found == nullptr) {
     return cuda::kInvalidHandle;
   }
+  if (found->is_captured) {
+    return refuse(kCapturedEvent, "cuEventQuery of an event that a capture has");
+  }
+  if (const Result result = require_no_capture("cuEventQuery"); result != cuda::kSuccess) {
+    return result;
+  }
   const bool is_over =
       std::all_of(found->points.begin(), found->points.end(),
                   [](const Point& point) { return state().finished[point.stream] >= point.after; });
@@ -243,6 +275,12 @@ Result cuEventSynchronize(cuda::Event event) {
   EventState* found = find_event(event, "cuEventSynchronize");
   if (found == nullptr) {
     return cuda::kInvalidHandle;
+  }
+  if (found->is_captured) {
+    return refuse(kCapturedEvent, "cuEventSynchronize of an event that a capture has");
+  }
+  if (const Result result = require_no_capture("cuEventSynchronize"); result != cuda::kSuccess) {
+    return result;
   }
   run_until(*found);
   return cuda::kSuccess;

@@ -112,6 +112,12 @@ API long long windrow_shim_unpinned(void) {
 API long long windrow_shim_orders(void) {
   return counts.orders;
 }
+API long long windrow_shim_captures(void) {
+  return counts.captures;
+}
+API long long windrow_shim_graph_launches(void) {
+  return counts.graph_launches;
+}
 /* For operators that the host computes, where CUDA's kernel would wait (see kernels_on_host.py). */
 API void windrow_shim_wait(void) {
   __atomic_add_fetch(&counts.waits, 1, __ATOMIC_RELAXED);
@@ -575,14 +581,23 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsi
 
 /* Captures and graphs. */
 
+/* The driver knows of a capture too: what Windrow's core asks of it meanwhile is refused there. */
+
 API cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode* mode) {
   const enum cudaStreamCaptureMode before = thread_mode;
+  enum cudaStreamCaptureMode same = *mode;
+  ((int (*)(enum cudaStreamCaptureMode*))driver_call("cuThreadExchangeStreamCaptureMode"))(&same);
   thread_mode = *mode;
   *mode = before;
   return cudaSuccess;
 }
 API cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
   if (stream == NULL || capturing != NULL) {
+    return said(cudaErrorStreamCaptureUnsupported);
+  }
+  push_context();
+  typedef int (*Begin)(cudaStream_t, int);
+  if (((Begin)driver_call("cuStreamBeginCapture_v2"))(stream, (int)mode) != 0) {
     return said(cudaErrorStreamCaptureUnsupported);
   }
   pthread_mutex_lock(&lock);
@@ -597,6 +612,17 @@ API cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptu
 API cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   if (stream != capturing) {
     return said(cudaErrorStreamCaptureUnmatched);
+  }
+  if (capture_mode != cudaStreamCaptureModeRelaxed &&
+      !pthread_equal(capture_thread, pthread_self())) {
+    return said(cudaErrorStreamCaptureWrongThread);
+  }
+  void* of_driver = NULL;
+  push_context();
+  if (((int (*)(cudaStream_t, void**))driver_call("cuStreamEndCapture"))(stream, &of_driver) != 0) {
+    capture_spoilt = 1;
+  } else {
+    ((int (*)(void*))driver_call("cuGraphDestroy"))(of_driver);
   }
   capturing = NULL;
   *graph = capture_spoilt ? NULL : (cudaGraph_t)malloc(1);

@@ -65,12 +65,6 @@ API CUresult cuCtxSetLimit(CUlimit limit, size_t value) {
   (void)limit, (void)value;
   return CUDA_SUCCESS;
 }
-API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
-  (void)stream;
-  *status = CU_STREAM_CAPTURE_STATUS_NONE;
-  return CUDA_SUCCESS;
-}
-
 /* Modules: what Triton compiled must be a program for a GPU, an ELF file. */
 /* Windrow's own module is text, and the stand-in's to run. */
 static struct CUmod_st {

@@ -1,10 +1,14 @@
 #pragma once
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -13,6 +17,7 @@
 #include "windrow/chunk_budget.h"
 #include "windrow/chunk_memory.h"
 #include "windrow/driver.h"
+#include "windrow/graph_pools.h"
 #include "windrow/mutex.h"
 #include "windrow/small_pool.h"
 #include "windrow/streams.h"
@@ -31,6 +36,11 @@ namespace windrow {
 // there has ended; where record_stream named more streams, nowhere before all of them are done.
 // The budget may grow and shrink at any time: a drained chunk is handed out no more, and leaves
 // when its last block is free and whatever was queued before that has ended, on every stream.
+//
+// While a stream captures (begin_pool to end_pool) it makes no call of the driver: an event behind
+// all streams ends every capture of the context, and mapping one in CUDA's strictest mode. Other
+// threads that need such a call wait for the end of the capture, a few milliseconds; chunks become
+// quiet after it.
 //
 // Thread: any; one lock, under which nothing waits for the device. Decode never waits for it: it
 // holds the lock of this process only.
@@ -72,9 +82,23 @@ class DeviceAllocator {
   // runs.
   void release_cached();
 
-  // Whether the address is one of its range, used or not.
-  [[nodiscard]] bool contains(const void* address) const WINDROW_THREAD(no_thread_safety_analysis) {
-    return aliases_.contains(address);  // the range stays as it was made
+  // Memory of CUDA graphs (GraphPools), as torch asks for it: from here to end_pool() what streams
+  // of `filter` allocate is of that pool, and one more graph of it lives. Throws Error where
+  // addresses cannot be reserved, or a capture is on its way.
+  void begin_pool(GraphPoolId pool, std::function<bool(StreamId)> filter);
+  void end_pool(GraphPoolId pool);
+  void release_pool(GraphPoolId pool);
+  // See GraphPools; not during a capture.
+  [[nodiscard]] bool back_pool(GraphPoolId pool, std::size_t bytes);
+  void unback_pools();
+  [[nodiscard]] std::size_t pool_bytes(GraphPoolId pool) const;
+  // Bytes of lent memory behind all pools.
+  [[nodiscard]] std::size_t backed_bytes() const;
+
+  // Whether the address is one of its ranges, used or not.
+  [[nodiscard]] bool contains(const void* address) const {
+    const MutexLock lock(mutex_);
+    return aliases_.contains(address) || graphs_.contains(address);
   }
   [[nodiscard]] AllocatorStats stats() const;
   [[nodiscard]] MappingCalls mapping_calls() const;
@@ -138,13 +162,25 @@ class DeviceAllocator {
   void trim_pools(const StreamPool* except) WINDROW_REQUIRES(mutex_);
   [[nodiscard]] Events pending(StreamId stream) WINDROW_REQUIRES(mutex_);
   [[nodiscard]] std::string describe_locked() const WINDROW_REQUIRES(mutex_);
+  // Waits until no other thread captures. Throws Error where this one does.
+  void await_capture() WINDROW_REQUIRES(mutex_);
+  [[nodiscard]] std::int64_t backed_locked() const WINDROW_REQUIRES(mutex_);
+
+  struct Capture {
+    GraphPoolId pool;
+    std::function<bool(StreamId)> filter;
+    std::thread::id thread;
+  };
 
   mutable Mutex mutex_;
+  std::condition_variable_any capture_ended_;
   Streams* streams_;
   std::shared_ptr<const ChunkMemory> memory_;
   StreamEpochs epochs_ WINDROW_GUARDED_BY(mutex_);
   ChunkBudget budget_ WINDROW_GUARDED_BY(mutex_);
   AliasCache aliases_ WINDROW_GUARDED_BY(mutex_);
+  GraphPools graphs_ WINDROW_GUARDED_BY(mutex_);
+  std::optional<Capture> capture_ WINDROW_GUARDED_BY(mutex_);
   // Until idle aliases that may be in use are unmapped.
   bool lacks_addresses_ WINDROW_GUARDED_BY(mutex_) = false;
   // By the slot of 2 MiB in which they begin.

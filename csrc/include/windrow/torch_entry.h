@@ -2,6 +2,7 @@
 
 #include <sys/types.h>
 
+#include <functional>
 #include <memory>
 
 #include "windrow/device_allocator.h"
@@ -32,6 +33,13 @@ void* windrow_torch_alloc(ssize_t bytes, int device, void* stream);
 
 void windrow_free(void* address, ssize_t bytes, int device, void* stream) noexcept;
 void windrow_record_stream(void* address, void* stream) noexcept;
+
+// The pool of a capture of CUDA graphs (DeviceAllocator::begin_pool). torch calls the first before
+// the capture begins, so it may throw as windrow_torch_alloc does; from C++ only. `filter` says of
+// a cudaStream_t whether it captures.
+void windrow_begin_pool(int device, windrow::GraphPoolId pool, std::function<bool(void*)> filter);
+void windrow_end_pool(int device, windrow::GraphPoolId pool) noexcept;
+void windrow_release_pool(int device, windrow::GraphPoolId pool) noexcept;
 
 // torch.cuda.empty_cache.
 void windrow_empty_cache() noexcept;

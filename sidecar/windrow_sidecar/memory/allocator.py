@@ -119,6 +119,11 @@ def install(allocator: DeviceAllocator, *, device: int = 0) -> None:
     # Without this torch ignores record_stream, and memory would be reused under running kernels.
     hooks.set_record_stream_fn(_address("windrow_record_stream"))
     hooks.set_reset_fn(_address("windrow_empty_cache"))
+    # Without these a capture takes ordinary memory: what it frees would be others' while its graph
+    # still writes there.
+    hooks.set_begin_allocate_to_pool(_address("windrow_begin_pool"))
+    hooks.set_end_allocate_to_pool_fn(_address("windrow_end_pool"))
+    hooks.set_release_pool(_address("windrow_release_pool"))
     _core.serve_device(device, allocator)
     try:
         torch.cuda.memory.change_current_allocator(pluggable)
