@@ -58,7 +58,8 @@ class Marks:
     def __init__(self) -> None:
         shim = ctypes.CDLL(None)
         self._counters = [
-            getattr(shim, f"windrow_shim_{name}") for name in ("kernels", "products", "copies")
+            getattr(shim, f"windrow_shim_{name}")
+            for name in ("kernels", "products", "copies", "graph_launches")
         ]
         # Triton launches by the driver's calls.
         self._counters.append(ctypes.CDLL("libcuda.so.1").windrow_shim_triton_launches)
@@ -94,17 +95,20 @@ class Nobody:
         """Return none."""
 
 
-def marked(stream: TaskletStream, marks: Marks) -> None:
-    """Have a stream note where its layers begin; a tasklet may have several of them."""
+def marked(stream: TaskletStream, marks: Marks, *, backward: str = "backward") -> None:
+    """Have a stream note where its layers begin; a tasklet may have several of them.
+
+    `backward`: the method of its stack that runs a layer back.
+    """
     stack: Any = stream.parts.stack
-    for phase, word in (("forward", "fwd"), ("backward", "bwd")):
+    for phase, word in (("forward", "fwd"), (backward, "bwd")):
         run = getattr(stack, phase)
 
         def noted(
             at: Any, layer: int, *rest: Any, run: Any = run, word: str = word, **named: Any
-        ) -> None:
+        ) -> Any:
             marks.note(word, layer)
-            run(at, layer, *rest, **named)
+            return run(at, layer, *rest, **named)
 
         setattr(stack, phase, noted)
 
@@ -281,12 +285,18 @@ def main() -> None:
     del os.environ[ENV_LAYER_PROGRAM]
     assert packed.stream.parts.stack.program == "packed", packed.notes
     marked(packed.stream, marks)
+    os.environ[ENV_LAYER_PROGRAM] = "graphs"
+    graphs = open_alone(job, ground.device, shallow_clone(base))
+    del os.environ[ENV_LAYER_PROGRAM]
+    assert graphs.stream.parts.stack.program == "graphs", graphs.notes
+    marked(graphs.stream, marks, backward="backward_by_graphs")
     loop = PlainLoop(job, events, UNITS, ground.device, random_weights=1)
     slot = WorkerSlot(EPOCH, arena, ground, lambda _: base)
     whole, half = beside(decode, slot, job, events, marks)
     arms = {
         "standalone": standalone(alone, ground.device, events),
         "packed": standalone(packed, ground.device, events),
+        "graphs": standalone(graphs, ground.device, events),
         "beside": whole,
         "beside-half": half,
         "peft": plain(loop, marks),

@@ -44,6 +44,7 @@ CALLS = {
     "empty_cache": "torch.cuda.empty_cache()",
     "get_device_properties": "torch.cuda.get_device_properties(gpu).multi_processor_count",
     "graph": "captured()",
+    "graph_pool_handle": "assert_equal(len(torch.cuda.graph_pool_handle()), 2)",
     "is_available": "assert_equal(torch.cuda.is_available(), True)",
     "max_memory_allocated": "slot.device.peak_bytes()",
     "mem_get_info": "torch.cuda.mem_get_info(gpu)",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from windrow.errors import UserError
+from windrow_sidecar.compute.captures import CudaCaptures
 from windrow_sidecar.compute.device import Copies, Mark
 from windrow_sidecar.memory.allocator import LentBudget, install, memory_stats
 from windrow_sidecar.torch_cuda import require_torch_cuda
@@ -105,6 +106,10 @@ class CudaDevice:
     def host_copy_bytes(self, n_bytes: int) -> int:
         """The next power of two: torch pins no other sizes."""
         return 1 << max(0, n_bytes - 1).bit_length()
+
+    def captures(self) -> CudaCaptures:
+        """Return what captures on the current stream, in lent memory where torch has that."""
+        return CudaCaptures(self._ordinal, None if self._lent is None else self._lent.allocator)
 
     def copies(self) -> Copies:
         """Return a stream of its own, outside of every share: a share would slow its copies."""

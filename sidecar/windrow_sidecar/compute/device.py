@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from windrow_sidecar.compute.captures import GraphCaptures
+
 
 class Mark(Protocol):
     """A point in a device's queue of work (an event)."""
@@ -66,6 +68,9 @@ class ComputeDevice(Protocol):
 
     def host_copy_bytes(self, n_bytes: int) -> int:
         """Return how much host memory `host_copy` takes for so many bytes."""
+
+    def captures(self) -> GraphCaptures | None:
+        """Return what captures CUDA graphs there; None: nothing can."""
 
     def copies(self) -> Copies:
         """Return a way to copy beside the computation. Any thread, one at a time."""

@@ -85,6 +85,9 @@ class HostDevice:
         """Return the same number of bytes."""
         return n_bytes
 
+    def captures(self) -> None:
+        """Return None: a processor has no graphs."""
+
     def copies(self) -> Copies:
         """Return copies that are done when they return."""
         return HostCopies(self)

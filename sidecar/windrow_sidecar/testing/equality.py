@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from windrow.crd import FinetuneJobSpec, parse_job_spec
+from windrow_sidecar.compute.captures import GraphCaptures
+from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.adapter.adapters import ADAPTER, Adapter, add_adapter, trainable
-from windrow_sidecar.finetune.adapter.layer_programs import use_program
+from windrow_sidecar.finetune.adapter.layer_programs import use_graphs, use_program
 from windrow_sidecar.finetune.data.split import IGNORED, BatchPlan, DataSplit, Example
 from windrow_sidecar.finetune.engine.micro_batch_group import ModelParts
 from windrow_sidecar.finetune.engine.orders import Order, layer_major
@@ -35,6 +37,7 @@ from windrow_sidecar.finetune.tensor_parallel.sharding import Sharding
 from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
 from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, Schedule
 from windrow_sidecar.qos.view import Phase
+from windrow_sidecar.testing.replays import HostReplays
 from windrow_sidecar.testing.rounding import in_type_of
 
 STEPS, BATCH, SEED, RATE = 5, 5, 17, 1e-2
@@ -62,6 +65,7 @@ class Cut:
     around_layer: AroundLayer | None = None
     packed: bool = False
     program: ProgramName = "eager"
+    captures: GraphCaptures | None = None
 
 
 def small_spec(adapter: Mapping[str, Any] | None = None) -> FinetuneJobSpec:
@@ -119,6 +123,10 @@ def stream_of(
     stack = DecoderStack(tuned.get_base_model(), cut.around_layer)
     if why := use_program(stack, cut.program, adapter=ADAPTER, repacks=True):
         raise ValueError(why)
+    if cut.program == "graphs":
+        device = HostDevice()
+        if why := use_graphs(stack, cut.captures or HostReplays(), mark=device.mark):
+            raise ValueError(why)
     head = Head(stack) if sharded is None else Head(stack, sharded[0].cross_entropy)
     parts = ModelParts(stack, head, Adapter(tuned))
     if sharded is not None:

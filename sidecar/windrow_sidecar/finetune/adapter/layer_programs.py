@@ -16,19 +16,26 @@ from torch import Tensor, nn
 
 from windrow.errors import UserError
 from windrow.rundir import ENV_LAYER_PROGRAM
+from windrow_sidecar.compute.captures import GraphCaptures
+from windrow_sidecar.compute.device import Mark
 from windrow_sidecar.finetune.adapter import fused_layer
 from windrow_sidecar.finetune.adapter.fused_layer import FusedLayer
+from windrow_sidecar.finetune.adapter.layer_graphs import LayerGraphs, refused_graphs
 from windrow_sidecar.finetune.adapter.packed_layer import PackedLayer
 from windrow_sidecar.finetune.adapter.packed_linears import Projection, one_matrix
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
-from windrow_sidecar.finetune.model.layer_program import ProgramName, install_program
+from windrow_sidecar.finetune.model.layer_program import (
+    ProgramName,
+    install_program,
+    program_of,
+)
 from windrow_sidecar.finetune.model.structure import in_mode
 from windrow_sidecar.finetune.model.window_attention import SUPPORTED
 
 log = logging.getLogger(__name__)
 
-PROGRAMS: tuple[ProgramName, ...] = ("eager", "packed")
+PROGRAMS: tuple[ProgramName, ...] = ("eager", "packed", "graphs")
 # Of transformers: layers of just these modules, in this order.
 _MODELS = ("llama", "mistral", "qwen2", "qwen3")
 _KINDS = {f"transformers.models.{model}.modeling_{model}" for model in _MODELS}
@@ -99,6 +106,41 @@ def use_program(
     products, why = packed[0].products, _fuse(stack, packed)
     between = f"torch's operators (not Triton's kernels: {why})" if why else "Triton's kernels"
     log.info("layers run packed: %d products over a layer's weights, and %s", products, between)
+    return ""
+
+
+def use_graphs(
+    stack: DecoderStack,
+    captures: GraphCaptures | None,
+    *,
+    mark: Callable[[], Mark],
+    point: Callable[[], None] | None = None,
+    units: Callable[[], int] = lambda: 0,
+    bound_us: Callable[[], int] = lambda: 0,
+) -> str:
+    """Let layers that run packed run by CUDA graphs where these can (see `LayerGraphs`).
+
+    Args:
+        stack: its layers run packed.
+        captures: of the device; None: it has no graphs.
+        mark: the point behind everything that is queued.
+        point: called between two graphs.
+        units: of the device that the next graphs run on.
+        bound_us: how long decode may have to wait for what runs; 0: nobody waits.
+
+    Returns:
+        why they do not; "": they run as graphs.
+    """
+    found = [program_of(layer) for layer in stack.layers]
+    programs = [program for program in found if isinstance(program, PackedLayer)]
+    why = refused_graphs(programs, captures)
+    if why or captures is None:
+        log.info("layers run packed, not as graphs: %s", why)
+        return why
+    stack.graphs = LayerGraphs(
+        programs, captures, mark=mark, point=point, units=units, bound_us=bound_us
+    )
+    log.info("layers run as CUDA graphs of the packed program, captured when they first run")
     return ""
 
 

@@ -39,6 +39,7 @@ class PackedLayer:
     Attributes:
         groups: linear layers of one input each, in the order in which a forward runs them: q, k and
             v; o; gate and up; down.
+        anchor: has autograd run both functions where the input needs no gradient; it gets none.
         others: groups of other layers, whose copies are made at the same time.
         head: units of a head.
         fused: runs both functions in fewer launches; None: torch's operators run them.
@@ -69,7 +70,7 @@ class PackedLayer:
         self._learns = tuple(p for group in self.groups for p in group.learns)
         self._weights = tuple(p.weight for group in self.groups for p in group.projections)
         self._seen: tuple[int, ...] = ()
-        self._anchor = self._learns[0] if self._learns else None
+        self.anchor: Tensor | None = self._learns[0] if self._learns else None
         self.before: Any = layer.input_layernorm
         self.between: Any = layer.post_attention_layernorm
         self.head_norms: tuple[Any, Any] | None = (
@@ -135,7 +136,7 @@ class PackedLayer:
         attention = self._attention
         cos, sin = position_embeddings
         query, key, value = _IntoAttention.apply(
-            *(hidden_states, self._anchor, cos, sin, self, along := _Along())
+            *(hidden_states, self.anchor, cos, sin, self, along := _Along())
         )
         options = {"sliding_window": self._window} if self._takes_window else {}
         function = self._attend.get_interface(attention.config._attn_implementation, self._eager)
@@ -152,7 +153,7 @@ class PackedLayer:
         )[0]
         seen = seen.reshape(*hidden_states.shape[:-1], -1)
         self.point()
-        made: Tensor = _OutOfAttention.apply(*(hidden_states, seen, self._anchor, self, along))
+        made: Tensor = _OutOfAttention.apply(*(hidden_states, seen, self.anchor, self, along))
         return made
 
     @property

@@ -71,6 +71,7 @@ class JobContext:
                     units=slot_device.units_of(shared.gate),
                     program=wanted_program() if group is None else "eager",
                     order=shared.order,
+                    bound_us=lambda: self._pace.sizing().bound_us,
                 ),
                 rows=rows,
                 alive=job_state.stall.renew,

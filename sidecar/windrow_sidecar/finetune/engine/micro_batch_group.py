@@ -179,6 +179,8 @@ class MicroBatchGroup:
         """
         for at in self._at.values():
             at.forget_graphs()
+        if (graphs := self._parts.stack.graphs) is not None:
+            graphs.leave(tuple(self._at.values()))
 
     def spill(self) -> None:
         """Move what later tasklets need to the host and forget the rest; boundaries are cleared.
@@ -188,6 +190,8 @@ class MicroBatchGroup:
         self.forget()
         for at in self._at.values():
             at.move_inputs()
+        if (graphs := self._parts.stack.graphs) is not None:
+            graphs.leave(tuple(self._at.values()))
         self._boundaries.clear()
         self._boundaries = TorchBoundaries()
 
@@ -304,8 +308,11 @@ class MicroBatchGroup:
 
     def _backward(self, part: Tasklet, micro: MicroBatch) -> None:
         self._seed_dropout(part, micro)  # for what runs its forward a second time
+        stack, at = self._parts.stack, self._at[micro]
+        if part.window == micro.whole and stack.backward_by_graphs(at, part.layer):
+            return
         with _whole_or_nothing(self._learning(part.layer)):
-            self._parts.stack.backward(self._at[micro], part.layer, part.window)
+            stack.backward(at, part.layer, part.window)
 
     _RUN = {  # noqa: RUF012 - a table of methods
         Phase.FORWARD: _forward,

@@ -300,6 +300,8 @@ class TaskletStream:
         """Free what the group on its way can compute again, without a copy: its layers' graphs."""
         if self._batch_group is not None and self._batch_group.can_spill:
             self._batch_group.forget()
+        elif self._batch_group is None and self.parts.stack.graphs is not None:
+            self.parts.stack.graphs.leave()
 
     def spill(self, room_bytes: int) -> None:
         """Leave nothing of the group on its way in device memory; it goes on from the host.
@@ -320,6 +322,8 @@ class TaskletStream:
         Of a group on its way, keys and values of windows and one gradient stay where they are.
         """
         self.spill(room_bytes)
+        if self.parts.stack.graphs is not None:
+            self.parts.stack.graphs.drop()  # gradients have a place in them
         self._optimizer.move(home.out)
         home.settle()
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from windrow_sidecar.finetune.adapter.adapters import (
     trainable,
 )
 from windrow_sidecar.finetune.adapter.config import prefix_tokens
-from windrow_sidecar.finetune.adapter.layer_programs import use_program
+from windrow_sidecar.finetune.adapter.layer_programs import use_graphs, use_program
 from windrow_sidecar.finetune.adapter.served import not_served
 from windrow_sidecar.finetune.data.readers import RowsWanted
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
@@ -239,6 +239,7 @@ class TaskletRuntime:
         device: that the base model is on.
         units: of the device that the next tasklet computes on (see `DecoderStack`).
         program: that the layers run by, where it can run all of them.
+        bound_us: how long decode may have to wait for what runs; 0: nobody waits.
     """
 
     boundaries: Boundaries
@@ -250,6 +251,7 @@ class TaskletRuntime:
     device: ComputeDevice = field(default_factory=HostDevice)
     units: Callable[[], int] = lambda: 0
     program: ProgramName = "eager"
+    bound_us: Callable[[], int] = lambda: 0
 
 
 def open_session(
@@ -300,6 +302,16 @@ def open_session(
         repacks=not base.shared,
         point=runtime.between,
     )
+    not_graphs = ""
+    if runtime.program == "graphs" and not not_packed:
+        not_graphs = use_graphs(
+            stack,
+            runtime.device.captures(),
+            mark=runtime.device.mark,
+            point=runtime.between,
+            units=runtime.units,
+            bound_us=runtime.bound_us,
+        )
     learns = trainable(tuned)
     if base.frozen is not None:
         check_turns(learns)
@@ -318,7 +330,7 @@ def open_session(
         plan,
         total_steps=total,
         boundaries=runtime.boundaries,
-        limits=lambda: budget.before(runtime.limits()),
+        limits=lambda: budget.before(_for_graphs(stack, runtime.limits())),
         sizing=runtime.sizing,
         order=runtime.order,
         seed=training.seed,
@@ -327,7 +339,9 @@ def open_session(
         preference=PreferenceLoss.of(training),
     )
     if runtime.between is not None:
-        between_modules(stack.layers, stack.model.get_output_embeddings(), runtime.between)  # type: ignore[operator]
+        # Layers that run packed or as graphs ask between their parts, and call no module.
+        layers = stack.layers if stack.program == "eager" else ()
+        between_modules(layers, stack.model.get_output_embeddings(), runtime.between)  # type: ignore[operator]
     origin = Origin.of(
         spec,
         base=base.fingerprint,
@@ -347,10 +361,18 @@ def open_session(
         notes = (*notes, f"{why}, and rows are rendered with the model's chat template")
     if not_packed:
         notes = (*notes, f"layers run eagerly, not packed: {not_packed}")
+    if not_graphs:
+        notes = (*notes, f"layers run packed, not as graphs: {not_graphs}")
     longest = max(lengths) * rows.together
     return TrainingSession(
         job, tuned, stream, longest, base.shared, origin, budget, runtime.device, rows, notes
     )
+
+
+def _for_graphs(stack: DecoderStack, limits: MicroLimits) -> MicroLimits:
+    """Return limits with which the graphs of a micro-batch keep within the policy's bound."""
+    most = 0 if stack.graphs is None else stack.graphs.most_tokens()
+    return replace(limits, max_tokens=min(limits.max_tokens, most)) if most else limits
 
 
 def _template_of(job: JobSpec, base: BaseModel) -> str:
@@ -395,9 +417,14 @@ def _activation_budget(
         planned,
         needs,
         least=base.frozen is not None,
-        free_bytes=lambda: runtime.device.free_bytes() // share,
+        free_bytes=lambda: runtime.device.free_bytes() // share + _bytes_of_graphs(stack),
         release_caches=runtime.device.release_caches,
     )
+
+
+def _bytes_of_graphs(stack: DecoderStack) -> int:
+    """Return what graphs have of lent memory: the next group's, by graphs or otherwise."""
+    return 0 if stack.graphs is None else stack.graphs.backed_bytes
 
 
 def without_effect(

@@ -168,6 +168,9 @@ class AllocatedMemory:
         assert self._job is not None
         group = self._job.activation_budget.peak_bytes(tokens * micro_batches)
         used = self._budget.used_bytes() + self._away_bytes
+        stream = self._job.stream
+        if isinstance(stream, TaskletStream) and (graphs := stream.parts.stack.graphs) is not None:
+            used -= graphs.backed_bytes  # of the group itself
         if self.residents is not None:
             used += self.residents.wanted_bytes
         return chunks_for(used, group, self._chunk_bytes)

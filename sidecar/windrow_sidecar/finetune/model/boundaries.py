@@ -67,7 +67,14 @@ class Forgotten:
     window: TokenWindow
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A window of all tokens whose layer ran by graphs, which hold what its backward reads."""
+
+    window: TokenWindow
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Activations:
     """The activations of one micro-batch between its forward and its backward.
 
@@ -86,7 +93,7 @@ class Activations:
     calls: tuple[LayerCall, ...]
     inputs: list[Tensor | None]
     prefix: Prefix | None = None
-    graphs: list[list[Graph | Forgotten]] = field(default_factory=list)
+    graphs: list[list[Graph | Forgotten | Replayed]] = field(default_factory=list)
     key_values: list[KeyValues | None] = field(default_factory=list)
     gradient: Tensor | None = None
 

@@ -20,7 +20,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from windrow_sidecar.finetune.model.around import NOTHING, AroundLayer, NothingAround
-from windrow_sidecar.finetune.model.boundaries import Activations, Boundaries, Forgotten, Graph
+from windrow_sidecar.finetune.model.boundaries import (
+    Activations,
+    Boundaries,
+    Forgotten,
+    Graph,
+    Replayed,
+)
 from windrow_sidecar.finetune.model.capabilities import try_windows
 from windrow_sidecar.finetune.model.embedding import by_token, drops_embeddings
 from windrow_sidecar.finetune.model.key_values import KeyValues, Prefix
@@ -30,7 +36,11 @@ from windrow_sidecar.finetune.model.layer_calls import (
     part_of,
     token_dims,
 )
-from windrow_sidecar.finetune.model.layer_program import ProgramName, program_of
+from windrow_sidecar.finetune.model.layer_program import (
+    ProgramName,
+    StackGraphs,
+    program_of,
+)
 from windrow_sidecar.finetune.model.structure import (
     asking,
     find_layers,
@@ -64,6 +74,7 @@ class DecoderStack:
         follows_longest: whether position tables depend on the longest row of a step.
         own_dropout: whether its layers drop units, besides the adapter.
         windows_refused: why its layers cannot run on windows of tokens; "" if they can.
+        graphs: runs layers by CUDA graphs where it can; None: nothing does.
         prefix_refused: why nothing can precede a row's first token; "" if it can.
     """
 
@@ -87,6 +98,7 @@ class DecoderStack:
         """
         self.model, self._units = model, units
         self.around_layer: AroundLayer = around_layer or NothingAround()
+        self.graphs: StackGraphs | None = None
         self.decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
         self.config: Any = self.decoder.config
         self.layers = find_layers(self.decoder, self.config)
@@ -119,12 +131,16 @@ class DecoderStack:
     @property
     def program(self) -> ProgramName:
         """The program that runs its layers."""
+        if self.graphs is not None and not self.graphs.refused:
+            return "graphs"
         found = program_of(self.layers[0])
         return "eager" if found is None else found.name
 
     def move_buffers(self, *, to_host: bool) -> None:
         """Bring all of the model but its parameters to the host, or back; nothing may run."""
         self._calls.clear()
+        if self.graphs is not None:
+            self.graphs.drop()
         for layer in self.layers:
             if (program := program_of(layer)) is not None:
                 program.release()
@@ -186,7 +202,7 @@ class DecoderStack:
                 if positions is None:
                     self._remember(key, calls)
         inputs: list[Tensor | None] = [hidden, *[None] * self.depth]
-        graphs: list[list[Graph | Forgotten]] = [[] for _ in self.layers]
+        graphs: list[list[Graph | Forgotten | Replayed]] = [[] for _ in self.layers]
         return Activations(ids, calls, inputs, prefix, graphs, [None] * self.depth)
 
     def _beside(
@@ -224,6 +240,17 @@ class DecoderStack:
 
         Afterwards the next layer's input is there. With `learn` the graph is kept for `backward`.
         """
+        if self.graphs is not None and window == at.whole:
+            # A plan that keeps a part says so by a number.
+            keeps_all = getattr(self.around_layer, "bytes_per_token", None) is None
+            made = self.graphs.forward(at, layer, keeps_all=keeps_all)
+            if made is not None:
+                at.inputs[layer + 1] = made
+                if learn:
+                    at.graphs[layer].append(Replayed(window))
+                else:
+                    at.inputs[layer] = None
+                return
         leaf, out = self._pass(at, layer, window, learn=learn)
         if window == at.whole:
             at.inputs[layer + 1] = store.place(out) if learn else out
@@ -233,6 +260,21 @@ class DecoderStack:
             at.graphs[layer].append(_graph(window, leaf, out, self._units()))
         elif window.end == at.whole.end:
             at.inputs[layer] = at.key_values[layer] = None
+
+    def backward_by_graphs(self, at: Activations, layer: int) -> bool:
+        """Run a layer back by graphs, whose last one sets `.grad`; False: that cannot be.
+
+        What is given up in its middle may run again.
+        """
+        graphs, entries = self.graphs, at.graphs[layer]
+        if graphs is None or not entries or not isinstance(entries[-1], Replayed):
+            return False
+        if not graphs.replays(at, layer):
+            return False
+        graphs.backward(at, layer)
+        entries.clear()
+        at.inputs[layer] = None
+        return True
 
     def backward(self, at: Activations, layer: int, window: TokenWindow) -> None:
         """Run one layer's backward on the last window that is left of it.
@@ -248,7 +290,7 @@ class DecoderStack:
         whole = window == at.whole
         gradient = at.gradient if whole else at.gradient[:, window.begin : window.end]
         try:
-            if isinstance(graph, Forgotten):
+            if isinstance(graph, Forgotten | Replayed):
                 graph = _graph(window, *self._pass(at, layer, window, learn=True))
             if graph.edge is not None:
                 # Not in autograd's thread of the device: each layer would change to it and back.

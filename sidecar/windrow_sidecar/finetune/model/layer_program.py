@@ -6,11 +6,15 @@ records it, what runs it a second time) calls the program. Autograd runs it back
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 
-ProgramName = Literal["eager", "packed"]
+if TYPE_CHECKING:
+    from windrow_sidecar.finetune.model.boundaries import Activations
+
+ProgramName = Literal["eager", "packed", "graphs"]
 
 
 @runtime_checkable
@@ -35,6 +39,42 @@ class LayerProgram(Protocol):
 
     def release(self) -> None:
         """Give its own memory back; it is taken again when the layer runs next."""
+
+
+class StackGraphs(Protocol):
+    """Runs whole layers of a stack by CUDA graphs (see `adapter.layer_graphs`).
+
+    Attributes:
+        refused: why it runs none any more; "" as long as it may.
+    """
+
+    refused: str
+
+    @property
+    def backed_bytes(self) -> int:
+        """Bytes of lent memory that graphs have; a group that runs by them takes no others."""
+
+    @property
+    def driver_bytes(self) -> int:
+        """Bytes that the driver took for graphs."""
+
+    def most_tokens(self) -> int:
+        """Return the padded tokens whose graphs keep within the policy's bound; 0: any."""
+
+    def forward(self, at: Activations, layer: int, *, keeps_all: bool) -> Tensor | None:
+        """Run a layer on whole rows; return its output, [rows, tokens, hidden]; None: not so."""
+
+    def replays(self, at: Activations, layer: int) -> bool:
+        """Return whether a layer that ran by graphs can run back by graphs now."""
+
+    def backward(self, at: Activations, layer: int) -> None:
+        """Run it back; moves `at.gradient` down, and sets `.grad` of what learns at its end."""
+
+    def leave(self, ats: Sequence[Activations] = ()) -> bool:
+        """Give memory back; inputs of groups on their way move out of it. False: no room."""
+
+    def drop(self) -> None:
+        """Forget all graphs: what they read or write is about to move."""
 
 
 def program_of(layer: nn.Module) -> LayerProgram | None:
