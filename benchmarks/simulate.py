@@ -5,7 +5,8 @@
 - truth: against a real run (`windrow demo --out FOLDER`, then `--run FOLDER`): the same requests,
   profile and policy; what every second stretch of the run teaches is judged on the others;
 - gpu: against the committed run of an H200 (in the document only);
-- papers: the papers' comparisons beside their published figures (in the document only).
+- papers: the papers' comparisons beside their published figures (in the document only);
+- groups: slots over several GPUs beside slots of one (in the document only).
 
 With `--docs FILE` nothing of this: it writes the tables into that document and the plots beside it,
 and what each was made of, with its environment, into `benchmarks/results`.
@@ -252,6 +253,7 @@ def documented(asked: argparse.Namespace) -> None:
         "bounds": near_bounds,
         "jobs": lambda: put("jobs", found_of("jobs", JOBS)["tables"][1]),
         "papers": lambda: put("papers", found_of("papers", common, "--papers")["tables"][0]),
+        "groups": lambda: put("groups", found_of("groups", common, "--groups")["tables"][0]),
         "cluster": cluster,
         "gpu": lambda: put("gpu", found_of("gpu", {}, f"--gpu-run={GPU_RUN}")["tables"][0]),
     }

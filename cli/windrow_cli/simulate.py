@@ -184,6 +184,9 @@ def simulate(
     papers: Annotated[
         bool, typer.Option("--papers", help="Instead: the papers' comparisons, on their devices.")
     ] = False,
+    groups: Annotated[
+        bool, typer.Option("--groups", help="Instead: slots over several GPUs beside slots of one.")
+    ] = False,
     bounds: Annotated[
         bool, typer.Option("--bounds", help="Instead: every policy against the GPU's roofline.")
     ] = False,
@@ -200,7 +203,12 @@ def simulate(
 
     Example: windrow simulate --gpus 1000 --trace conv --rate 20 --policy all --objective 12ms
     """
-    instead = ["--papers"] * papers + ["--bounds"] * bounds + [f"--run={run}"] * (run is not None)
+    instead = (
+        ["--papers"] * papers
+        + ["--bounds"] * bounds
+        + ["--groups"] * groups
+        + [f"--run={run}"] * (run is not None)
+    )
     instead += [f"--gpu-run={gpu_run}"] * (gpu_run is not None)
     if len(instead) > 1 or (instead and out):
         raise UserError(

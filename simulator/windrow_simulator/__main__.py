@@ -19,6 +19,7 @@ from windrow.protocol import error_line
 from windrow_simulator.bounds import against_bounds
 from windrow_simulator.figures import plain
 from windrow_simulator.gpu_runs import compare
+from windrow_simulator.groups import group_rows
 from windrow_simulator.page import write_page
 from windrow_simulator.papers import paper_rows
 from windrow_simulator.replay import replay
@@ -27,6 +28,7 @@ from windrow_simulator.scenario import DEFAULT_GPU, SimulationSettings, build
 from windrow_simulator.tables import (
     of_bounds,
     of_gpu_run,
+    of_groups,
     of_jobs,
     of_limits,
     of_papers,
@@ -43,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--papers", action="store_true", help="the papers' comparisons instead")
     what.add_argument("--bounds", action="store_true", help="every policy against the roofline")
+    what.add_argument("--groups", action="store_true", help="slots over several GPUs instead")
     what.add_argument("--run", type=Path, help="compare with the run of that folder instead")
     what.add_argument("--gpu-run", type=Path, help="compare with that result of first light")
     asked = parser.parse_args(arguments)
@@ -53,6 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = _papers(fields)
         elif asked.bounds:
             result = _bounds(fields)
+        elif asked.groups:
+            rows = group_rows(**_common(fields))
+            result = {
+                "groups": [asdict(row) for row in rows],
+                "tables": [asdict(of_groups(rows))],
+            }
         elif asked.run:
             found = replay(asked.run, seed=fields.get("seed", 7))
             result = {**found, "tables": [asdict(of_replay(found))]}
@@ -95,14 +104,18 @@ def run(fields: dict[str, Any]) -> dict[str, Any]:
     return {**result, "tables": [asdict(table) for table in tables]}
 
 
+def _common(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "seconds": fields.get("seconds", 600.0),
+        "traces": fields.get("traces", ""),
+        "seed": fields.get("seed", 7),
+        "processes": fields.get("processes", 2),
+        "progress": _say,
+    }
+
+
 def _papers(fields: dict[str, Any]) -> dict[str, Any]:
-    rows = paper_rows(
-        seconds=fields.get("seconds", 600.0),
-        traces=fields.get("traces", ""),
-        seed=fields.get("seed", 7),
-        processes=fields.get("processes", 2),
-        progress=_say,
-    )
+    rows = paper_rows(**_common(fields))
     return {"papers": [asdict(row) for row in rows], "tables": [asdict(of_papers(rows))]}
 
 

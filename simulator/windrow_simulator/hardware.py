@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from windrow.errors import UserError
@@ -25,6 +25,7 @@ class GpuFigures:
         dollars_per_hour: a price to compute with where `--price` gives none (a round figure of the
             on-demand market of 2025, no quotation).
         source: where the figures are published.
+        peer_gb_s: to other GPUs of its group, one way: NVLink's published rate, or PCIe's.
     """
 
     name: str
@@ -36,6 +37,7 @@ class GpuFigures:
     host_gb_s: float
     dollars_per_hour: float
     source: str
+    peer_gb_s: float = 25.0
 
 
 GPUS: dict[str, GpuFigures] = {
@@ -44,14 +46,17 @@ GPUS: dict[str, GpuFigures] = {
         GpuFigures(
             *("A100-80G", 108, 4, 2039.0, 312.0, 80.0, 25.0, 1.8),
             "NVIDIA A100 Tensor Core GPU datasheet (SXM, 80 GB)",
+            300.0,
         ),
         GpuFigures(
             *("H100", 132, 8, 3350.0, 989.0, 80.0, 55.0, 2.5),
             "NVIDIA H100 Tensor Core GPU datasheet (SXM)",
+            450.0,
         ),
         GpuFigures(
             *("H200", 132, 8, 4800.0, 989.0, 141.0, 55.0, 3.5),
             "NVIDIA H200 Tensor Core GPU datasheet (SXM)",
+            450.0,
         ),
         GpuFigures(
             *("L40S", 142, 4, 864.0, 362.0, 48.0, 25.0, 0.9),
@@ -82,6 +87,28 @@ class ModelFigures:
     head_dim: int
     vocabulary: int
     tied: bool = False
+
+    def cut(self, ranks: int) -> ModelFigures:
+        """Return the part that one of so many ranks has, as SGLang cuts a model.
+
+        Activations between layers are whole on every rank.
+
+        Raises:
+            UserError: its key-value heads cannot be shared evenly.
+        """
+        if self.kv_heads % ranks or self.heads % ranks:
+            raise UserError(
+                f"{ranks} ranks cannot share the {self.kv_heads} key-value heads of {self.name}",
+                field="ranks",
+                remedy="Choose a number that divides them.",
+            )
+        return replace(
+            self,
+            heads=self.heads // ranks,
+            kv_heads=self.kv_heads // ranks,
+            intermediate=self.intermediate // ranks,
+            vocabulary=self.vocabulary // ranks,
+        )
 
     @property
     def layer_parameters(self) -> int:

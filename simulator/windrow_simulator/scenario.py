@@ -88,6 +88,8 @@ class SimulationSettings:
         job_save_s: to write the checkpoint with which a job stops.
         jobs_per_slot: that take turns on a GPU.
         price: dollars for an hour of a GPU; 0: that of the device's figures.
+        ranks: GPUs of each slot, over which decode's model and the worker's are cut. Above 1 `gpus`
+            and `rate` are of slots.
     """
 
     gpus: int = 16
@@ -134,6 +136,7 @@ class SimulationSettings:
     jobs_per_slot: int = 1
     surge: float = 1.0
     price: float = 0.0
+    ranks: int = 1
     seed: int = 7
     processes: int = 2
 
@@ -173,6 +176,7 @@ def checked(settings: SimulationSettings) -> SimulationSettings:
         ("--surge", settings.surge, 1, 1000),
         ("--jobs-per-slot", settings.jobs_per_slot, 1, 64),
         ("--price", settings.price, 0, 1e6),
+        ("ranks", settings.ranks, 1, 64),
         ("--memory-gb", settings.memory_gb, 0, 1e6),
         ("--processes", settings.processes, 1, 256),
         ("--prefill", settings.prefill, 0, 10**6),
@@ -381,14 +385,15 @@ def build(settings: SimulationSettings) -> ScenarioParts:
 
 
 def _published(settings: SimulationSettings, traffic: Traffic) -> ScenarioParts:
-    gpu, served = gpu_named(settings.gpu or DEFAULT_GPU), model_named(settings.model)
-    trained = model_named(settings.train) if settings.train else served
+    gpu, ranks = gpu_named(settings.gpu or DEFAULT_GPU), settings.ranks
+    served = model_named(settings.model).cut(ranks)
+    trained = model_named(settings.train).cut(ranks) if settings.train else served
     disjoint = settings.partition == "green"
     assumed = replace(
         measured(settings.worker_rate) if settings.rates == "measured" else Assumptions(),
         contention=settings.contention,
     )
-    truth = RooflineTruth(gpu, served, trained, assumed, disjoint=disjoint)
+    truth = RooflineTruth(gpu, served, trained, assumed, disjoint=disjoint, ranks=ranks)
     levels = gpu_levels(gpu, disjoint=disjoint, percents=settings.levels)
     geometry = _geometry(settings, gpu, served)
     return ScenarioParts(
@@ -400,11 +405,13 @@ def _published(settings: SimulationSettings, traffic: Traffic) -> ScenarioParts:
         memory=_memory(settings, gpu, served, trained, geometry),
         traffic=traffic,
         layers=trained.layers,
-        price=settings.price or gpu.dollars_per_hour,
+        price=ranks * (settings.price or gpu.dollars_per_hour),
         device=gpu.name,
         source=gpu.source,
         prefill=truth,
-        plain=RooflineTruth(gpu, served, trained, assumed, disjoint=False, plain=True),
+        plain=RooflineTruth(
+            *(gpu, served, trained, assumed), disjoint=False, plain=True, ranks=ranks
+        ),
         noise=assumed.noise,
         noise_beside=assumed.noise_beside,
         notes=(_certainty(settings, gpu),),

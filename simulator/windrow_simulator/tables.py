@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windrow_simulator.gpu_runs import GpuArm
+from windrow_simulator.groups import GroupRow
 from windrow_simulator.scenario import ALONE
 
 BOUND_GOAL = 0.9  # of the spatial bound
@@ -202,6 +203,37 @@ def of_papers(rows: Sequence[Any]) -> TextTable:
     names = ("paper", "setup", "measure", "published", "simulated", "note")
     body = [[str(getattr(row, name)) for name in names] for row in rows]
     return TextTable("The papers' comparisons", list(names), body)
+
+
+def of_groups(rows: Sequence[GroupRow]) -> TextTable:
+    """Return what four GPUs harvest as slots of one, two and four (`groups.GroupRow`)."""
+    body = [
+        [
+            row.gpu,
+            row.model,
+            f"{row.objective_ms:g}",
+            row.policy,
+            f"{row.ranks}",
+            f"{row.free_gb:.0f}",
+            f"{row.resident:.0%}",
+            f"{row.exchange:.0%}",
+            f"{row.step_ms:.2f}",
+            f"{row.tokens_per_second / 1000:.1f}K",
+            f"{row.gain:+.1%}" if row.ranks > 1 else "-",
+            f"{row.over:.2%}",
+        ]
+        for row in rows
+    ]
+    head = ["GPU", "model", "objective ms", "policy", "GPUs a slot", "free GB"]
+    head += [
+        "room for frozen layers",
+        "in all-reduces",
+        "TPOT p50 ms",
+        "tokens/s of 4 GPUs",
+        "gained",
+        "over",
+    ]
+    return TextTable("Slots over several GPUs", head, body)
 
 
 def of_replay(result: dict[str, Any]) -> TextTable:

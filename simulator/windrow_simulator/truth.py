@@ -60,6 +60,7 @@ class Assumptions:
         beside: share of a busy worker's rate that is left beside a decode on every SM; 0: by
             `shared_sm`, and decode's reads slow down by `contention`.
         row_tokens: fewer tokens in a tasklet cost the host as much.
+        reduce_us: that an all-reduce over a group's GPUs takes, besides its bytes.
         noise: of a step's time, standard deviation of its logarithm.
         noise_beside: the same of a step beside a worker; None: the same figure.
     """
@@ -78,11 +79,13 @@ class Assumptions:
     plain_tokens_s: float = math.inf
     beside: float = 0.0
     row_tokens: int = 0
+    reduce_us: float = 10.0
     noise: float = GPU_NOISE
     noise_beside: float | None = None
 
 
 QUEUED_LAYERS = 32  # of the model whose rates were measured
+ROWS_TOGETHER = 2048  # tokens of a worker's micro-batch, which share an all-reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +118,31 @@ class RooflineTruth:
         *,
         disjoint: bool = True,
         plain: bool = False,
+        ranks: int = 1,
     ) -> None:
-        """Take the figures of both; `plain`: the worker is a process that nothing stops."""
+        """Take the figures of both models, of one rank's part where a group of GPUs shares them.
+
+        Args:
+            gpu: each of the group.
+            served: the model that decode serves, or a rank's part (see `ModelFigures.cut`).
+            trained: the model that is finetuned, as much of it.
+            assumed: what no datasheet has.
+            disjoint: decode and worker are on SMs of their own.
+            plain: the worker is a process that nothing stops.
+            ranks: GPUs of the group. Each layer ends in two all-reduces of its rows, for which
+                SMs wait; a worker has as many in its backward.
+        """
         a = self._assumed = assumed or Assumptions()
         self._gpu, self._served, self._disjoint = gpu, served, disjoint
         self._limit = gpu.bandwidth_gb_s * 1e3 * a.copy  # bytes a microsecond
         self._flops = gpu.tflops * 1e6 * a.gemm  # a microsecond
-        self._busy_rate = self._flops * a.finetune / trained.train_flops_per_token
+        row_us = 2 * trained.hidden * 2 * (ranks - 1) / ranks / (gpu.peer_gb_s * 1e3)
+        self._reduce_us = 2 * served.layers * a.reduce_us if ranks > 1 else 0.0
+        self._reduced_row_us = 2 * served.layers * row_us * served.hidden / trained.hidden
+        computed_us = trained.train_flops_per_token / (self._flops * a.finetune)
+        exchanged_us = 4 * trained.layers * (row_us + a.reduce_us * (ranks > 1) / ROWS_TOGETHER)
+        self._busy_rate = 1 / (computed_us + exchanged_us)
+        self.exchange_share = exchanged_us / (computed_us + exchanged_us)  # of the worker's time
         depth = QUEUED_LAYERS / trained.layers / 1e6
         self.dedicated_rate = joint_rate(self._busy_rate, a.plain_tokens_s * depth)
         queued = a.plain_tokens_s if plain else a.queued_tokens_s
@@ -137,7 +158,8 @@ class RooflineTruth:
             folded = self._folded[decode, finetune] = self._fold(decode, finetune)
         byte_us, request_us = folded
         memory_us = (self._weights + self._kv * context_tokens) * byte_us
-        return self._assumed.overhead_us + max(memory_us, batch * request_us)
+        exchanged_us = self._reduce_us + batch * self._reduced_row_us
+        return self._assumed.overhead_us + exchanged_us + max(memory_us, batch * request_us)
 
     def _fold(self, decode: int, finetune: int) -> tuple[float, float]:
         """Microseconds of a byte that is read, and of a request's arithmetic."""
