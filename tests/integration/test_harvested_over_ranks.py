@@ -177,6 +177,7 @@ async def test_a_job_over_ranks_outlives_its_ranks_and_decode_answers_as_alone(p
     assert await answers(url) == before
     await first_of(operator, 1, Event.CHECKPOINTED)
     assert "rank 1 of 2: sharing decode's weights" in (folder / "pod.log").read_text()
+    await until(lambda: any(b.chunks_lent for b in operator.heartbeats), 60)
 
     # A rank of the worker is stopped in the middle of a step: decode waits for it nowhere, and the
     # job ends by the group's own bound.
@@ -192,8 +193,7 @@ async def test_a_job_over_ranks_outlives_its_ranks_and_decode_answers_as_alone(p
     done = await first_of(operator, 2, Event.SUCCEEDED)
     assert done.progress.step == step + 2
     assert read_header(Path(done.adapter_path) / "adapter_model.safetensors").tensors
-    # Memory was lent on all ranks, also of chunks that the first worker had died with.
-    assert max(b.chunks_lent for b in operator.heartbeats) > 0
+    # What the first worker had died with came back as well.
     await until(lambda: operator.heartbeats[-1].chunks_lent == 0, 60)
 
     # The first rank of a worker takes the other along; a rank of decode ends the engine.
@@ -257,7 +257,7 @@ async def test_decode_over_four_ranks_answers_as_alone_whichever_part_is_killed_
 
     # The agent takes the worker along, which gives its memory back; decode serves alone.
     ranks = await begun(operator, folder, 4)
-    assert max(b.chunks_lent for b in operator.heartbeats) > 0
+    await until(lambda: operator.heartbeats[-1].chunks_lent, 60)
     agent.kill()
     await until(lambda: not any(is_running(rank.pid) for rank in ranks), 100)
     assert await answers(url) == before
