@@ -288,7 +288,7 @@ def test_a_model_that_cannot_be_cut_evenly_is_refused(kind, options, ranks, why)
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_matrices_are_placed_where_the_enumeration_of_all_placements_says(ranks):
-    """What is built is what `placements` has chosen as the cheapest (`test_adapter_placements`)."""
+    """Compare what is built with the cheapest by `placements` (see `test_adapter_placements`)."""
     model = random_model("Llama")
     config, alone = model.config, Communicator(0, ranks, torch.device("cpu"))
     spec = small_spec({"lora": {"rank": 4, "alpha": 8}})
