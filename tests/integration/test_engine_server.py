@@ -110,7 +110,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory) -> Iterator[Server]:
-    """With an arena of 512 tokens: a few requests at once do not fit."""
+    """Start a server with an arena of 512 tokens: a few requests at once do not fit."""
     running = Server(
         model[0],
         tmp_path_factory.mktemp("log"),

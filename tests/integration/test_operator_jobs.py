@@ -189,7 +189,7 @@ def test_a_job_that_names_its_policies_is_placed_under_no_other(cluster):
 
 
 def test_a_queue_controller_holds_a_job_releases_it_and_takes_it_back(cluster):
-    """As Kueue's external integrations do: all by `spec.suspend`, told by conditions."""
+    """Suspend and resume as Kueue's external integrations do: by `spec.suspend` alone."""
     cluster.policy()
     sidecar = cluster.attach(cluster.pod())
     sidecar.beat()

@@ -125,7 +125,7 @@ def test_a_request_waited_for_kv_where_a_step_left_it_out():
 
 @pytest.fixture
 def out(tmp_path):
-    """One whole round and one that was broken off, with a policy that came into force in time."""
+    """Write one whole round and one that was broken off, with a policy in force in time."""
     folder = tmp_path / "session-1"
     folder.mkdir()
     played = [

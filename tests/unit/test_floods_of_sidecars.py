@@ -51,7 +51,7 @@ def test_events_of_one_object_leave_room_for_those_of_others():
     said = [body["metadata"]["uid"] for body, _ in waiting]
     assert said.count("noisy") == 50
     assert said[-1] == "quiet"
-    recorder.put(about("noisy", "blue"), Event("WorkerError", "words"))  # whoever names its UID
+    recorder.put(about("noisy", "blue"), Event("WorkerError", "words"))  # anybody names its UID
     assert recorder._queue.get_nowait()[0]["metadata"]["namespace"] == "blue"
     clock.now += timedelta(minutes=1)
     for number in range(100):

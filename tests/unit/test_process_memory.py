@@ -35,7 +35,7 @@ def in_a_small_process(test: Callable[[], None]) -> Callable[[], None]:
 
 
 class _Stream:
-    """Like one of gRPC's: it refers to itself, so that only the collector is rid of it."""
+    """Refers to itself like one of gRPC's, so that only the collector is rid of it."""
 
     def __init__(self) -> None:
         self.itself = self
