@@ -156,7 +156,7 @@ class AdapterOptimizer:
         """
         if self._shared is None:
             # A GPU's sum is a tree. On the host each of a few lanes adds up one number after the
-            # other: over 40 million of them 0.3% was lost, over a parameter at a time 3e-7.
+            # other, which loses digits over tens of millions and hardly any over a parameter.
             return nn.utils.get_total_norm(sums if sums[0].is_cuda else views)
         self._before_change(SUM)
         self._shared.sum_gradients(self._names, views)
