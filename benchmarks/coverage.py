@@ -8,6 +8,10 @@ size as docs/sglang.md asks for; if the model's KV pool is one that is lent; and
 a codec. Runtimes of OME declare the model's architecture, which says the pool; one that the worker
 is not held to PEFT for counts as no. Recipes of srt-slurm have no config.json: there the pool is
 guessed from the model's name, and a name that says nothing counts as no.
+
+What parallelism costs is shown in three steps: what the checks take; what has no more than plain
+tensor parallelism within one node, the only kind that they could take next; and of this the models
+that a worker over ranks trains.
 """
 
 from __future__ import annotations
@@ -18,13 +22,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
 from benchmarks.harness import Result, arguments, environment, write
 from windrow import sglang
 from windrow.errors import UserError
+from windrow_sidecar.engines.shard_cuts import ARCHITECTURES
 
 _ALIASES = {
     "tensor_parallel_size": "tp_size",
@@ -32,7 +37,19 @@ _ALIASES = {
     "pipeline_parallel_size": "pp_size",
     "expert_parallel_size": "ep_size",
 }
-_PARALLEL = {"tp_size": 1, "dp_size": 1, "pp_size": 1, "enable_dp_attention": False}
+_PARALLEL = {
+    **{"tp_size": 1, "dp_size": 1, "pp_size": 1, "ep_size": 1, "nnodes": 1},
+    "enable_dp_attention": False,
+}
+# How parallelism counts: not at all; as the checks have it; as if plain tensor parallelism in one
+# node were taken; and as if it were taken of models that a worker over ranks trains.
+Parallelism = Literal["ignored", "counted", "plain", "trained"]
+_STEPS: tuple[tuple[Parallelism, str, float | None], ...] = (
+    ("ignored", "ignoring parallelism", 0.6),
+    ("counted", "counting parallelism", 0.3),
+    ("plain", "if plain tensor parallelism within a node were taken", None),
+    ("trained", "if it were taken of models that are trained over ranks", None),
+)
 # Weights as recipes name them, for which there is a codec (experts too), or which are plain.
 _CODED = (
     *(
@@ -81,6 +98,27 @@ _POOLS: tuple[tuple[str, str], ...] = (
 )
 
 
+# Dense models that are trained over ranks (`engines.shard_cuts.ARCHITECTURES`), by their names.
+_OVER_RANKS = r"qwen[23]?(\.5)?-\d+b(?!-a\d)|llama-?[23]|mistral"
+_PLAIN_WEIGHTS = ("", "none", "bf16", "fp16", "auto")
+
+
+class Deployment(NamedTuple):
+    """A server of a model as somebody publishes it.
+
+    Attributes:
+        pool: of KV; "": none that is lent.
+        over_ranks: whether a worker over ranks trains models of that kind.
+        precision: of the weights, as the recipe says.
+        options: of the command line.
+    """
+
+    pool: str
+    over_ranks: bool
+    precision: str
+    options: dict[str, Any]
+
+
 def pool_of(name: str, architecture: str, options: Mapping[str, Any]) -> str:
     """Return the KV pool of a runtime; "": none that is lent, or the worker does not train it."""
     if "is-embedding" in options or re.search(_NOT_AS_DECLARED, name):
@@ -88,8 +126,8 @@ def pool_of(name: str, architecture: str, options: Mapping[str, Any]) -> str:
     return POOLS.get(architecture, "")
 
 
-def sections(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (KV pool by the model's names, its precision, decode's options) of each recipe."""
+def sections(folder: Path) -> Iterator[Deployment]:
+    """Yield decode's section of each recipe; the KV pool is guessed by the model's names."""
     for path in sorted(folder.rglob("*.y*ml")):
         try:
             recipe = yaml.safe_load(path.read_text())
@@ -107,10 +145,21 @@ def sections(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
         names = [base.get("name"), model.get("path"), decode.get("served-model-name"), path.name]
         said = " ".join(map(str, names)).lower()
         pool = next((pool for pattern, pool in _POOLS if re.search(pattern, said)), "")
-        yield pool, str(model.get("precision", "")), dict(decode)
+        options = {"nnodes": _nodes(base, decode), **decode}
+        over_ranks = pool == "heads" and re.search(_OVER_RANKS, said) is not None
+        yield Deployment(pool, over_ranks, str(model.get("precision", "")), options)
 
 
-def runtimes(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _nodes(recipe: Mapping[str, Any], decode: Mapping[str, Any]) -> int:
+    """Return over how many nodes the ranks of one decode engine are."""
+    on_each = (recipe.get("resources") or {}).get("gpus_per_node")
+    named = ("tp-size", "tensor-parallel-size", "tp_size", "tensor_parallel_size")
+    ranks = next((decode[name] for name in named if name in decode), 1)
+    known = isinstance(on_each, int) and isinstance(ranks, int)
+    return -(-ranks // on_each) if known and on_each else 1
+
+
+def runtimes(folder: Path) -> Iterator[Deployment]:
     """Yield the same of each aggregated runtime of OME that runs SGLang."""
     for path in sorted(folder.rglob("srt/**/*.y*ml")):
         for document in yaml.safe_load_all(path.read_text()):
@@ -129,25 +178,23 @@ def runtimes(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
             architectures = {str(each.get("modelArchitecture")) for each in formats}
             architecture = architectures.pop() if len(architectures) == 1 else ""
             pool = pool_of(name, architecture, options)
-            yield pool, "fp8" if "fp8" in name else "", options
+            over_ranks = architecture.removesuffix("ForCausalLM").lower() in ARCHITECTURES
+            yield Deployment(pool, over_ranks, "fp8" if "fp8" in name else "", options)
 
 
-def refusal(pool: str, precision: str, said: Mapping[str, Any], *, parallel: bool) -> str:
-    """Return what the first check that refuses looks at; "": it harvests.
-
-    Args:
-        pool: of KV; "": none that is lent.
-        precision: of the weights, as the recipe says.
-        said: options of the command line.
-        parallel: whether parallelism counts.
-    """
-    options = {key.replace("-", "_"): value for key, value in said.items()}
+def refusal(found: Deployment, parallelism: Parallelism) -> str:
+    """Return what the first check that refuses looks at; "": it harvests."""
+    pool, precision = found.pool, found.precision
+    options = {key.replace("-", "_"): value for key, value in found.options.items()}
     options = {_ALIASES.get(key, key): value for key, value in options.items()}
     for key, value in options.items():
         if isinstance(value, str) and value.isdecimal():
             options[key] = int(value)
-    if not parallel:
+    ranks = options.get("tp_size", 1)
+    if parallelism == "ignored":
         options |= _PARALLEL
+    elif parallelism != "counted":
+        options["tp_size"] = 1
     page = options.get("page_size")
     line = {
         **{name: fine for name, fine, _ in sglang._PLAIN},
@@ -167,7 +214,14 @@ def refusal(pool: str, precision: str, said: Mapping[str, Any], *, parallel: boo
     if pool == "indexed" and "fp8" in str(line["kv_cache_dtype"]) and sparse != "trtllm":
         return "sparse attention's KV with scales between its vectors"
     coded = str(options.get("quantization") or precision).lower()
-    return "" if coded in _CODED else f"weights in {coded}"
+    if coded not in _CODED:
+        return f"weights in {coded}"
+    if parallelism == "trained" and ranks != 1:
+        if not found.over_ranks:
+            return f"over ranks: a model whose KV pool is {pool}, or of experts"
+        if coded not in _PLAIN_WEIGHTS:
+            return f"over ranks: weights in {coded}"
+    return ""
 
 
 def main() -> int:
@@ -186,11 +240,8 @@ def main() -> int:
             continue
         found = [*read(folder)]
         results.append(Result(kind, len(found), "", "higher"))
-        for words, parallel, goal in (
-            ("ignoring parallelism", False, 0.6),
-            ("counting parallelism", True, 0.3),
-        ):
-            why = Counter(refusal(*one, parallel=parallel) for one in found)
+        for parallelism, words, goal in _STEPS:
+            why = Counter(refusal(one, parallelism) for one in found)
             env["refused"][f"{kind}, {words}"] = dict(why.most_common())
             share = why.pop("", 0) / max(1, len(found))
             results.append(Result(f"{kind}, {words}", share, "share", "higher", goal))

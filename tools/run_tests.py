@@ -122,13 +122,14 @@ PASSES = {
     ),
     # A server's start is one process that imports; what trains beside one runs alone.
     "sglang": (
-        Pass("two at a time", ("-m", "sglang and not alone", *SGLANG_LIES, *PAIRED)),
-        Pass("alone", ("-m", "sglang and alone", *SGLANG_LIES)),
+        Pass("two at a time", ("-m", "sglang and not alone and not long", *SGLANG_LIES, *PAIRED)),
+        Pass("alone", ("-m", "sglang and alone and not long", *SGLANG_LIES)),
     ),
     # What takes minutes: each fault on a cluster of processes, and a comparison of ways of sharing.
     "e2e": (
         Pass("faults", ("tests/e2e/faults",)),
         Pass("comparison", ("tests/e2e/test_compare.py",)),
+        Pass("SGLang over ranks", ("-m", "long", "tests/sglang")),
     ),
     # Under it the whole "side by side" runs for ten minutes; these say most of what a change broke.
     "check": (

@@ -153,7 +153,7 @@ class RunDir:
 
     def refusal(self) -> Path:
         """JSON: why the plugin has switched harvesting off; there until the engine starts again."""
-        return self.root / f"refused-{self.slot}.json"
+        return self.root / f"refused-{self._number}.json"
 
     @property
     def off_switch(self) -> Path:

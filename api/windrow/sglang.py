@@ -35,10 +35,11 @@ _PLAIN: tuple[tuple[str, object, str], ...] = (
         "--nnodes 1: the ranks of a slot are in one pod, not in a LeaderWorkerSet's group",
     ),
     ("enable_dp_attention", False, ""),
-    ("tp_size", 1, "--tp-size 1, and a server on each GPU"),
     ("pp_size", 1, "--pp-size 1"),
     ("dp_size", 1, "--dp-size 1, and a server on each GPU"),
     ("dcp_size", 1, "--dcp-size 1"),
+    ("attn_cp_size", 1, "--attn-cp-size 1"),
+    ("ep_size", 1, "--ep-size 1: a worker's ranks cut no experts"),
     ("enable_multi_layer_eagle", False, ""),
     ("enable_pdmux", False, ""),
     ("enable_memory_saver", False, ""),
@@ -60,10 +61,13 @@ _ALIASES: Final = {
     "--pipeline-parallel-size": "pp_size",
     "--dp": "dp_size",
     "--data-parallel-size": "dp_size",
+    "--ep": "ep_size",
+    "--expert-parallel-size": "ep_size",
     "--speculative-algo": "speculative_algorithm",
 }
 # What the other options are where the command line is silent, attribute of ServerArgs by name.
 _DEFAULTS: Final[dict[str, object]] = {
+    "tp_size": 1,
     "disaggregation_mode": "null",
     "disaggregation_transfer_backend": "mooncake",
     "device": "cuda",
@@ -126,6 +130,13 @@ def check_arguments(args: Any) -> None:  # noqa: ANN401  SGLang's ServerArgs
             if fine is False:
                 raise UserError("is not supported yet", field=flag, remedy="Leave it out.")
             raise UserError(f"{value} is not supported yet", field=flag, remedy=f"Use {remedy}.")
+    tp_size = getattr(args, "tp_size", 1)
+    if tp_size > 1 and not (args.device or "cuda").startswith("cpu"):
+        raise UserError(
+            f"{tp_size} is not supported yet on GPUs: a worker over ranks runs on cores only",
+            field="--tp-size",
+            remedy="Use --tp-size 1, and a server on each GPU.",
+        )
     check_speculation(
         getattr(args, "speculative_algorithm", None), getattr(args, "speculative_eagle_topk", None)
     )

@@ -56,4 +56,5 @@ def test_a_runtime_counts_by_the_architecture_that_it_declares(
     name, architecture, options, harvested
 ):
     pool = coverage.pool_of(name, architecture, options)
-    assert (coverage.refusal(pool, "", options, parallel=False) == "") == harvested
+    found = coverage.Deployment(pool, over_ranks=False, precision="", options=options)
+    assert (coverage.refusal(found, "ignored") == "") == harvested

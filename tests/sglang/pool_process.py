@@ -307,7 +307,8 @@ def windows(seed: int) -> dict[str, Any]:
     from windrow.rundir import RunDir
     from windrow_sidecar._core import DRAINING, Arena
     from windrow_sidecar._core import LENT as LENT_STATE
-    from windrow_sidecar.engines.sglang.plugin import Plugin, allocator_of_tokens, lent_tokens
+    from windrow_sidecar.engines.sglang.lookups import allocator_of_tokens, lent_tokens
+    from windrow_sidecar.engines.sglang.plugin import Plugin
 
     plugin = Plugin(RunDir(Path(sys.argv[1]).parent), {})
     with plugged(plugin):

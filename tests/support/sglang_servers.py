@@ -32,6 +32,28 @@ TRANSFER = "--disaggregation-transfer-backend=mooncake"
 OVER_TCP = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp", "SGLANG_HOST_IP": "127.0.0.1"}
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """Options and environment of a server whose model is over two ranks on the same cores."""
+
+    options: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+_CORES = sorted(os.sched_getaffinity(0))
+OVER_RANKS = Ranks(
+    ("--tp-size=2", "--max-total-tokens=16384"),
+    {
+        # Without it SGLang wants a NUMA node for each rank.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join([",".join(map(str, _CORES))] * 2),
+        # torch's build for CUDA brings NCCL, and SGLang would have it join ranks on cores.
+        "SGLANG_NCCL_SO_PATH": os.devnull,
+        # Threads of two ranks on the same cores wait for each other.
+        "OMP_NUM_THREADS": "1",
+    },
+)
+
+
 @cache
 def require_transfer() -> None:
     """Skip a test where Mooncake's library cannot be loaded."""
@@ -74,6 +96,10 @@ class Server:
             return httpx.get(f"{self.url}/v1/models", timeout=30).status_code == 200
         except httpx.TransportError:
             return False
+
+    def is_running(self) -> bool:
+        """Return whether its first process has not ended."""
+        return self.process.poll() is None
 
     def models(self) -> set[str]:
         """Return the names that requests may give: the base model and adapters."""

@@ -32,6 +32,7 @@ def test_a_plain_decode_server_is_taken():
     compat.check_arguments(arguments(device="cpu", disaggregation_transfer_backend="fake"))
     compat.check_arguments(arguments(device="cpu", disaggregation_transfer_backend="mooncake"))
     compat.check_arguments(arguments(device="cpu", disaggregation_mode="null"))
+    compat.check_arguments(arguments(device="cpu", disaggregation_mode="null", tp_size=2))
     compat.check_arguments(arguments(kv_cache_dtype="fp8_e4m3", attention_backend="trtllm_mla"))
     compat.check_arguments(arguments(decode_attention_backend="trtllm_mha"))
     compat.check_arguments(arguments(attention_backend="dsa"))
@@ -52,6 +53,10 @@ def test_a_plain_decode_server_is_taken():
         ({"pp_size": 2}, "--pp-size"),
         ({"dp_size": 4}, "--dp-size"),
         ({"tp_size": 16, "nnodes": 2}, "--nnodes"),
+        ({"tp_size": 2, "ep_size": 2, "device": "cpu"}, "--ep-size"),
+        ({"tp_size": 2, "pp_size": 2, "device": "cpu"}, "--pp-size"),
+        ({"tp_size": 2, "nnodes": 2, "device": "cpu"}, "--nnodes"),
+        ({"tp_size": 2, "enable_dp_attention": True, "device": "cpu"}, "--enable-dp-attention"),
         ({"tp_size": 8, "dp_size": 8, "enable_dp_attention": True}, "--enable-dp-attention"),
         ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm"),
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm"),
@@ -176,7 +181,9 @@ PLAIN = [
         ([], f"{OFFICIAL}@sha256:{'0' * 64}", ""),
         ([], "lmsysorg/sglang:v0.5.9-cu126", "SGLang 0.5.9 is not one"),
         ([], "registry.example:5000/mirror/sglang:0.4.1", "SGLang 0.4.1 is not one"),
-        (["--tp", "2"], OFFICIAL, "--tp-size"),
+        (["--tp", "2"], OFFICIAL, "--tp-size: 2 is not supported yet on GPUs"),
+        (["--tp", "2", "--device", "cpu", "--disaggregation-mode", "null"], OFFICIAL, ""),
+        (["--tp", "2", "--ep=2", "--device=cpu"], OFFICIAL, "--ep-size"),
         (["--tensor-parallel-size=8"], OFFICIAL, "--tp-size"),
         (["--dp", "2"], OFFICIAL, "--dp-size"),
         (["--tp", "16", "--nnodes", "2"], OFFICIAL, "not in a LeaderWorkerSet's group"),

@@ -124,6 +124,7 @@ def parts_with(**step_hook) -> SimpleNamespace:
         log=None,
         speculates=False,
         turns=None,
+        ranks=None,
     )
 
 
@@ -378,6 +379,7 @@ def test_empty_chunks_are_looked_for_only_while_decodes_stream_is_idle():
         hook=SimpleNamespace(failed=False),
         reserved_tokens=0,
         splits=SimpleNamespace(units=2),
+        ranks=None,
     )
     harvest = SchedulerHarvest(parts, None, clock=lambda: now_ns[0])
     scheduler = SimpleNamespace(running_batch=SimpleNamespace(reqs=[]), waiting_queue=[])

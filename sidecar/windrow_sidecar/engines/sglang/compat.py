@@ -31,6 +31,7 @@ ENV_TRANSFER_GUARD, TRANSFER_GUARD_S = "WINDROW_TRANSFER_GUARD_SECONDS", 60.0
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 CHECKER = f"{_COMPONENTS}.invariant_checker.SchedulerInvariantChecker"
+RECEIVER = f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver"
 OBSERVER = f"{_COMPONENTS}.pool_stats_observer.SchedulerPoolStatsObserver"
 SLEEPER = f"{_COMPONENTS}.idle_sleeper.IdleSleeper"
 UPDATER = f"{_COMPONENTS}.weight_updater.SchedulerWeightUpdaterManager"
@@ -51,6 +52,7 @@ NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (f"{SCHEDULER}.on_idle", ("self",)),
     (f"{SCHEDULER}.process_decode_queue", ("self",)),
     (f"{SCHEDULER}.get_next_batch_to_run", ("self",)),
+    (f"{RECEIVER}._broadcast_reqs_across_ranks", ("self", "recv_reqs", "local_reqs")),
     (f"{CHECKER}._check_full_pool", ("self", "ps", "uncached")),
     (f"{OBSERVER}._get_token_info", ("self",)),
     (f"{OBSERVER}._get_mamba_token_info", ("self",)),

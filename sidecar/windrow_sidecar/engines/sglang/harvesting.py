@@ -28,6 +28,7 @@ from windrow_sidecar.engines.hook import (
 from windrow_sidecar.engines.sglang.learning import StepTokens
 from windrow_sidecar.engines.sglang.live_profile import LiveProfile
 from windrow_sidecar.engines.sglang.queues import own_deferral_us, waiting_requests
+from windrow_sidecar.engines.sglang.ranks import SchedulerRanks, raise_failure
 from windrow_sidecar.engines.turns import Turns, turn_end_ns
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.view import Grant
@@ -61,6 +62,7 @@ class HarvestParts:
     reserved_tokens: int  # that each request is sure to find room for
     speculates: bool = False  # a step yields a request several tokens
     turns: Turns | None = None  # with a finetune thread of this process
+    ranks: SchedulerRanks | None = None  # that the model is cut over; nothing is lent then
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,9 @@ class SchedulerHarvest:
         self._hold_until_ns = decision.hold_admission_until_ns
         self._parts.allocator.chunks.refresh()
         if decodes:
-            units = self._units_of(decision)
+            # Ranks move together, with SGLang's next broadcast: this step runs where the last did.
+            ranks = self._parts.ranks
+            units = self._units_of(decision) if ranks is None else ranks.order.units
             hook_ns = self._clock() - now_ns
             self._step = _Step(facts, decision, units, hook_ns, facts.admitted_tokens)
         self._wait_for_turn(decision)
@@ -210,6 +214,9 @@ class SchedulerHarvest:
         if now_ns - self._looked_ns < _CHUNKS_EVERY_NS or not self.is_awake:
             return
         self._looked_ns = now_ns
+        if self._parts.ranks is not None:
+            raise_failure(self._parts.ranks)
+            return
         allocator = self._parts.allocator
         allocator.settle(now_ns)
         keep = self._pages_to_keep(scheduler)

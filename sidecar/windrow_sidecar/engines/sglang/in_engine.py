@@ -68,6 +68,12 @@ def wanted(environment: Mapping[str, str], args: Any) -> bool:  # noqa: ANN401
             field=ENV_FINETUNE,
             remedy=f"Unset {ENV_FINETUNE}: jobs then run in a process of their own.",
         )
+    if args.tp_size > 1:
+        raise UserError(
+            "finetuning in SGLang's process runs on one rank",
+            field=ENV_FINETUNE,
+            remedy=f"Start SGLang with --tp-size 1, or unset {ENV_FINETUNE}.",
+        )
     if not args.sleep_on_idle:
         raise UserError(
             "an idle scheduler that polls would keep Python's lock from the job in its process",

@@ -20,6 +20,7 @@ from windrow.errors import InvariantBroken, UserError
 from windrow.eventlog import EventLog
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, RunDir, stored_profiles
 from windrow_sidecar._core import Arena
+from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.confined import GraphShares, confine
 from windrow_sidecar.engines.device import EngineDevice, open_cores, open_gpu
 from windrow_sidecar.engines.harvest import HarvestSettings
@@ -34,6 +35,7 @@ from windrow_sidecar.engines.sglang.harvesting import HarvestParts, SchedulerHar
 from windrow_sidecar.engines.sglang.in_engine import JobThread
 from windrow_sidecar.engines.sglang.learning import ReusedProfile
 from windrow_sidecar.engines.sglang.live_profile import LiveProfile
+from windrow_sidecar.engines.sglang.ranks import AskedPartition, SchedulerRanks
 from windrow_sidecar.engines.sglang.weights import SharedModel
 from windrow_sidecar.qos.levels import Partitioning
 
@@ -53,6 +55,7 @@ class Opened:
     shares: GraphShares | None  # of a GPU's decode, where it is to be confined
     beside_bytes: int = 0  # of drafts, windows and indexes, of which nothing is lent
     jobs: JobThread | None = None  # where they run in this process
+    ranks: SchedulerRanks | None = None  # that share the model; None: this one has all of it
 
 
 def harvest_scheduler(
@@ -67,17 +70,23 @@ def harvest_scheduler(
     otherwise than SGLang's own.
     """
     _probe(opened.scheduler, opened.allocator)
-    lendable = _lendable(opened.allocator)
+    ranks = opened.ranks
+    lendable = _lendable(opened.allocator) if ranks is None else 0
     speculation = _speculation(opened.args)
-    arena, args, weights = opened.arena, opened.args, opened.weights
+    arena, args = opened.arena, opened.args
     jobs = opened.jobs
-    device = _device(arena.driver, opened.shares, in_turns=jobs is not None)
+    device = _device(arena.driver, opened.shares, ranks, in_turns=jobs is not None)
+    partition: Partition = device.partition
+    if ranks is not None:
+        ranks.open(device.partition)
+        partition = AskedPartition(device.partition, ranks)
     subject = Subject(
         device=device.label,
         driver=device.driver.partition(":")[0],
         engine="sglang",
         engine_version=version("sglang") + speculation.label,
         model_fingerprint=opened.fingerprint,
+        tensor_parallel=1 if ranks is None else ranks.ranks,
     )
     kept = KeptProfile(run_dir, stored_profiles(environment))
     profile = _reusable(kept.of(subject.key), subject, device.splits)
@@ -88,11 +97,7 @@ def harvest_scheduler(
     # On a GPU with overlap scheduling the step before still runs when the next one is launched: to
     # launch that later would leave no turn to the worker.
     gaps = device.driver == "host" or bool(args.disable_overlap_schedule)
-    if weights is not None:
-        arena.export("weights", weights.shared.fd, n_bytes=weights.n_bytes)
-        weights.write_manifest(run_dir.weights_manifest(), opened.fingerprint)
-    else:
-        run_dir.weights_manifest().unlink(missing_ok=True)
+    _export(opened, run_dir)
     hello = engine_hello(
         subject,
         arena,
@@ -115,6 +120,7 @@ def harvest_scheduler(
             gaps=gaps,
             layers=opened.scheduler.model_config.num_hidden_layers,
             in_turns=jobs is not None,
+            lends=ranks is None,
         ),
         profile=profile,
         log=log,
@@ -129,7 +135,7 @@ def harvest_scheduler(
         inner=running.inner,
         hook=running.hook,
         link=running.link,
-        partition=device.partition,
+        partition=partition,
         splits=device.splits,
         arena=arena,
         allocator=opened.allocator,
@@ -137,18 +143,27 @@ def harvest_scheduler(
         reserved_tokens=args.num_reserved_decode_tokens + speculation.reserved_tokens,
         speculates=bool(speculation.label),
         turns=jobs.turns if jobs is not None else None,
+        ranks=ranks,
     )
     reused = ReusedProfile(profile, device.splits.units) if profile else None
     live = LiveProfile(
         running.inner, running.link, subject, device.splits, keep=kept.keep, reused=reused
     )
     harvest = SchedulerHarvest(parts, live)
-    _log.info(
-        "windrow: %d chunks of %d tokens can be lent; weights are %s",
-        lendable,
-        arena.geometry.slots_per_chunk,
-        "shared" if weights is not None else "not shared",
-    )
+    shared = "shared" if opened.weights is not None else "not shared"
+    if ranks is None:
+        _log.info(
+            "windrow: %d chunks of %d tokens can be lent; weights are %s",
+            lendable,
+            arena.geometry.slots_per_chunk,
+            shared,
+        )
+    else:
+        _log.info(
+            "windrow: %d ranks share time and compute, and lend no memory; weights are %s",
+            ranks.ranks,
+            shared,
+        )
     if opened.beside_bytes:
         _log.info(
             "windrow: %d MiB of KV of drafts, sliding windows and indexes are not lent",
@@ -172,6 +187,34 @@ def _reusable(
         _log.warning("windrow: the latency profile that was found is not used: %s", error)
         return None
     return profile
+
+
+def open_rank(opened: Opened, run_dir: RunDir) -> None:
+    """Let a worker's rank reach this rank of decode, which does what rank 0 tells.
+
+    `run_dir`: as this rank sees it. Raises UserError where the device cannot be shared,
+    InvariantBroken where the allocator counts otherwise than SGLang's own.
+    """
+    assert opened.ranks is not None
+    # As on rank 0, so that pages are handed out in the same order on all.
+    _probe(opened.scheduler, opened.allocator)
+    device = _device(opened.arena.driver, opened.shares, opened.ranks, in_turns=False)
+    opened.ranks.open(device.partition)
+    _export(opened, run_dir)
+    with device.background_threads():
+        opened.arena.serve(str(run_dir.arena_socket()))
+    shared = "shared" if opened.weights is not None else "not shared"
+    _log.info("windrow: rank %d follows; its weights are %s", opened.ranks.rank, shared)
+
+
+def _export(opened: Opened, run_dir: RunDir) -> None:
+    """Let a worker map the weights where they are shared, and say where each tensor is."""
+    weights = opened.weights
+    if weights is None:
+        run_dir.weights_manifest().unlink(missing_ok=True)
+        return
+    opened.arena.export("weights", weights.shared.fd, n_bytes=weights.n_bytes)
+    weights.write_manifest(run_dir.weights_manifest(), opened.fingerprint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +274,17 @@ def _lendable(allocator: Any) -> int:  # noqa: ANN401
     )
 
 
-def _device(driver: str, shares: GraphShares | None, *, in_turns: bool) -> EngineDevice:
+def _device(
+    driver: str, shares: GraphShares | None, ranks: SchedulerRanks | None, *, in_turns: bool
+) -> EngineDevice:
     """Return how decode shares its device. Raises UserError where it cannot."""
     if driver == "host":
         most = torch.get_num_threads()  # what SGLang's server was started with
-        return open_cores(
-            lambda n: torch.set_num_threads(min(n, most)), shared=not in_turns, in_turns=in_turns
-        )
+        each = 1 if ranks is None else ranks.ranks  # ranks share the cores
+
+        def set_threads(cores: int) -> None:
+            torch.set_num_threads(max(1, min(cores // each, most)))
+
+        return open_cores(set_threads, shared=not in_turns, in_turns=in_turns)
     gpu = open_gpu(driver)
     return gpu if shares is None else confine(gpu, shares)

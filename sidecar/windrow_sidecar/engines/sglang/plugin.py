@@ -8,7 +8,6 @@ back.
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from windrow.rundir import ENV_RUN_DIR, ENV_SLOT, RunDir
 from windrow_sidecar.compute.mps_start import bring_up
+from windrow_sidecar.engines.sglang.lookups import allocator_of_tokens, lent_tokens, model_folder
 
 if TYPE_CHECKING:
     from windrow_sidecar._core import Arena
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from windrow_sidecar.engines.confined import GraphShares
     from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest
     from windrow_sidecar.engines.sglang.in_engine import JobThread
+    from windrow_sidecar.engines.sglang.ranks import SchedulerRanks
     from windrow_sidecar.engines.sglang.transfers import RangeProbe
+    from windrow_sidecar.engines.sglang.weight_cuts import ModelCut
     from windrow_sidecar.engines.sglang.weights import SharedModel
 
 _log = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class Plugin:
     Attributes:
         off: why nothing is harvested; "" while all is well.
         is_loaded: whether the served model has come by; a draft's comes after it.
+        ranks: of a model that is cut over several; None: this process has all of it.
     """
 
     run_dir: RunDir
@@ -87,6 +90,7 @@ class Plugin:
     fingerprint: str = ""  # of the served checkpoint
     claim: SlotClaim | None = None
     jobs: JobThread | None = None  # where they run in this process
+    ranks: SchedulerRanks | None = None
 
     def make_scheduler(
         self,
@@ -100,7 +104,9 @@ class Plugin:
         self.scheduler = scheduler
         self._guarded("not started", self._prepare, server_args)
         original(scheduler, server_args, *args, **kwargs)
-        if not self.off:
+        if self.ranks is not None:
+            self._guarded("not started", self._meet, self.ranks)
+        if not self.off and self._leads:
             self._guarded("not started", self._start)
         if not self.off:
             self._tell_refusal("")
@@ -113,6 +119,11 @@ class Plugin:
         compat.check_version(version("sglang"), insisted=insisted)
         compat.check_names()
         compat.check_arguments(server_args)
+        if server_args.tp_size > 1:
+            # All ranks come here or none: what is checked above is the same for each.
+            from windrow_sidecar.engines.sglang.ranks import SchedulerRanks, own_rank
+
+            self.ranks = SchedulerRanks(own_rank(), server_args.tp_size, self.run_dir)
         self.transfer_guard_ns = compat.transfer_guard_ns(self.environment, server_args)
         receives = transfers.receives_by_transfer(server_args)
         if receives:
@@ -129,13 +140,14 @@ class Plugin:
             )
         if in_engine.wanted(self.environment, server_args):
             # Forks a process that reads rows: before there is a second thread.
-            self.jobs = in_engine.prepare(self.run_dir, _model_folder(server_args))
+            self.jobs = in_engine.prepare(self.run_dir, model_folder(server_args))
         from windrow_sidecar.engines.claim import claim_slot
 
-        self.claim = claim_slot(self.run_dir, self.environment)
-        self.run_dir = self.claim.run_dir
-        # One that an engine before has left would send workers to nobody.
-        self.run_dir.in_engine_socket().unlink(missing_ok=True)
+        if self._leads:
+            self.claim = claim_slot(self.run_dir, self.environment)
+            self.run_dir = self.claim.run_dir
+            # One that an engine before has left would send workers to nobody.
+            self.run_dir.in_engine_socket().unlink(missing_ok=True)
         self._hook()
         if receives:
             self.range_probe = transfers.probe(server_args, os.environ)
@@ -151,12 +163,18 @@ class Plugin:
             "update_weights_from_ipc",
             "begin_weight_update",
         )
+        over_ranks = (
+            {f"{compat.RECEIVER}._broadcast_reqs_across_ranks": self.broadcast}
+            if self.ranks is not None
+            else {}
+        )
         hooking.put(
             around={
                 f"{compat.POOL}._create_buffers": self.create_buffers,
                 f"{compat.LATENT_POOL}._create_buffers": self.create_buffers,
                 f"{compat.SCHEDULER}.process_decode_queue": self.process_decode_queue,
                 f"{compat.SLEEPER}.maybe_sleep": self.maybe_sleep,
+                **over_ranks,
             },
             before={
                 f"{compat.SCHEDULER}.run_batch": self.run_batch,
@@ -190,15 +208,32 @@ class Plugin:
         from windrow_sidecar.engines.sglang.weights import share_model
 
         try:
-            folder = _model_folder(self.args)
+            folder = model_folder(self.args)
             self.fingerprint = model_fingerprint(folder)
+            cut = self._cut(model, folder)
             compat.check_load_format(self.args)
             device = str(next(model.parameters()).device)
-            self.weights = share_model(model, folder, driver_of(device))
+            self.weights = share_model(model, folder, driver_of(device), cut)
         except UserError as error:
             _log.warning("windrow: %s", error)
         except Exception as error:  # noqa: BLE001 - serving goes on whatever it is
             self._switch_off("weights could not be shared", error)
+
+    def _cut(self, model: Any, folder: Path) -> ModelCut:  # noqa: ANN401
+        """Return the part of the model that this rank has. Raises UserError: no worker trains it.
+
+        Then nothing is harvested; with a model that is whole a worker says so itself.
+        """
+        from windrow.errors import UserError
+        from windrow_sidecar.engines.sglang.weight_cuts import WHOLE, cut_of
+
+        if self.ranks is None:
+            return WHOLE
+        try:
+            return cut_of(model, folder, self.ranks.ranks, self.ranks.rank)
+        except UserError as error:
+            self._switch_off("not started", error)
+            raise
 
     def create_buffers(self, original: Callable[..., None], pool: Any) -> None:  # noqa: ANN401
         """The KV pool takes its memory: the arena's, where it is a pool that can be lent."""
@@ -299,9 +334,42 @@ class Plugin:
         """Lend and take back at the safe point: before a decode instance admits requests."""
         if self.harvest is not None:
             self._guarded_step(self.harvest.between_batches, scheduler)
-            if self.harvest.holds_admission:
-                return
+        if self._holds:
+            return
         original(scheduler)
+
+    @property
+    def _holds(self) -> bool:
+        """True where no request is admitted now; over ranks as rank 0 has said to all."""
+        if self.ranks is not None:
+            return self.ranks.order.holds
+        return self.harvest is not None and self.harvest.holds_admission
+
+    @property
+    def _leads(self) -> bool:
+        """True in the process that decides: the only one, or rank 0."""
+        return self.ranks is None or self.ranks.rank == 0
+
+    def broadcast(
+        self,
+        original: Callable[..., Any],
+        receiver: Any,  # noqa: ANN401
+        recv_reqs: list[Any] | None,
+        local_reqs: list[Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """SGLang tells all ranks the requests that came: what rank 0 has decided goes with them."""
+        from windrow_sidecar.engines.sglang.ranks import carried
+
+        ranks = self.ranks
+        assert ranks is not None
+        holds = self.harvest is not None and not self.off and self.harvest.holds_admission
+        order, found = carried(ranks, original, receiver, recv_reqs, local_reqs, holds=holds)
+        if order is not None:
+            self._guarded_step(ranks.take, order)
+            if order.off and not self.off:
+                _log.error("windrow: harvesting is off on all ranks: %s", order.off)
+                self.off = order.off
+        return found
 
     def get_next_batch(self, scheduler: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
         """Lend and take back before an instance that also prefills admits: the safe point."""
@@ -355,8 +423,36 @@ class Plugin:
 
     # Starting and stopping:
 
+    def _meet(self, ranks: SchedulerRanks) -> None:
+        """Open this rank where it follows, and let all know whether every one can be harvested.
+
+        Each rank calls it, whatever has happened to it. Raises UserError, the same on all.
+        """
+        from windrow_sidecar.engines.sglang.ranks import (
+            RankReport,
+            check_reports,
+            exchange,
+            own_cores,
+        )
+
+        def report() -> RankReport:
+            return RankReport(self.run_dir.slot, own_cores(), self.off)
+
+        reports = exchange(self.scheduler, report())
+        check_reports(reports)
+        ranks.run_dir = self.run_dir.of_slot(reports[0].slot)
+        if ranks.rank:
+            self.run_dir = ranks.run_dir.of_rank(ranks.rank)
+            self._guarded("not started", self._start)
+            if not self.off:
+                self._tell_refusal("")
+        check_reports(exchange(self.scheduler, report()))
+
     def _start(self) -> None:
-        """Harvest the scheduler that was just made, if its KV is in the arena. Raises UserError."""
+        """Harvest the scheduler that was just made, if its KV is in the arena. Raises UserError.
+
+        A rank that follows only opens what a worker's rank has to reach.
+        """
         from windrow.errors import UserError
 
         allocator = self.scheduler.token_to_kv_pool_allocator
@@ -369,7 +465,7 @@ class Plugin:
                 f"the model's KV is in a {kind} behind a {type(allocator).__name__}",
                 remedy="Serve a model with a KV pool that docs/sglang.md names.",
             )
-        from windrow_sidecar.engines.sglang.opening import Opened, harvest_scheduler
+        from windrow_sidecar.engines.sglang.opening import Opened, harvest_scheduler, open_rank
 
         opened = Opened(
             self.scheduler,
@@ -381,7 +477,11 @@ class Plugin:
             self.shares,
             self.unlent_bytes + bytes_beside(pool_of_tokens(allocator.get_kvcache())),
             self.jobs,
+            self.ranks,
         )
+        if not self._leads:
+            open_rank(opened, self.run_dir)
+            return
         self.harvest = harvest_scheduler(opened, self.run_dir, self.environment, self._failed)
 
     def _fence(self) -> Callable[[int], bool]:
@@ -408,25 +508,27 @@ class Plugin:
             self._switch_off("a step hook failed", error)
 
     def _tell_refusal(self, reason: str) -> None:
-        """Leave in the run directory why nothing is harvested, for the sidecar; "": all is well."""
+        """Leave in the run directory why nothing is harvested; "": all is well.
+
+        Rank 0 leaves it for the sidecar, the others for rank 0.
+        """
+        from windrow_sidecar.engines.sglang.ranks import write_refusal
+
+        if not self._leads and not self.run_dir.rank:
+            return  # its slot is not known yet; the others hear of it when they meet
         slot = self.environment.get(ENV_SLOT, "")
-        mine = (
-            self.run_dir if self.claim or not slot.isdecimal() else self.run_dir.of_slot(int(slot))
-        )
-        path = mine.refusal()
+        named = self._leads and not self.claim and slot.isdecimal()
+        mine = self.run_dir.of_slot(int(slot)) if named else self.run_dir
         try:
-            if reason:
-                scratch = path.with_suffix(f".{os.getpid()}")
-                scratch.write_text(json.dumps({"reason": reason}), encoding="utf-8")
-                scratch.replace(path)
-            else:
-                path.unlink(missing_ok=True)
+            write_refusal(mine, reason)
         except OSError as error:  # it says so in its log at least
-            _log.warning("windrow: %s could not be written: %s", path, error)
+            _log.warning("windrow: %s could not be written: %s", mine.refusal(), error)
 
     def _failed(self, reason: str) -> None:
         """The step hook has switched itself off, and has said so."""
         self.off = self.off or reason
+        if self.ranks is not None:
+            self.ranks.end(self.off)
         if self.harvest is not None:
             self.harvest.leave()
 
@@ -441,35 +543,7 @@ class Plugin:
             )
         self.off = self.off or f"{what}: {error}"
         self._tell_refusal(self.off)
+        if self.ranks is not None:
+            self.ranks.end(self.off)
         if self.harvest is not None:
             self.harvest.give_up(error)
-
-
-def allocator_of_tokens(allocator: Any) -> Any:  # noqa: ANN401
-    """Return the allocator of the pages that can be lent.
-
-    Of a model with sliding windows in some layers, that is the one of the other layers.
-    """
-    return getattr(allocator, "full_attn_allocator", allocator)
-
-
-def lent_tokens(allocator: Any) -> int:  # noqa: ANN401
-    """Return how many tokens of an allocator's pool a worker holds; 0 where nothing is lent."""
-    return int(getattr(allocator_of_tokens(allocator), "lent_tokens", 0))
-
-
-def _model_folder(args: Any) -> Path:  # noqa: ANN401
-    """The directory of the served checkpoint; a Hub model's is in the cache by now."""
-    path = Path(args.model_path)
-    if path.is_dir():
-        return path
-    from huggingface_hub import snapshot_download
-
-    return Path(
-        snapshot_download(
-            args.model_path,
-            revision=args.revision,
-            cache_dir=args.download_dir,
-            local_files_only=True,
-        )
-    )

@@ -10,6 +10,8 @@ Codes and their scales are found in the same way: SGLang keeps fp8 with a scale 
 the checkpoint has it, and gives each row a scale where the checkpoint has one for a tensor. What it
 makes of them otherwise for a kernel (one scale for fused parts, packed scales) differs from the
 checkpoint, and is not shared.
+
+Over ranks each shares the part that it holds (`weight_cuts`), found and proved in the same way.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from torch.utils.dlpack import from_dlpack
 from windrow.errors import UserError
 from windrow_sidecar._core import Error, SharedWeights
 from windrow_sidecar.engines.fingerprint import served_files
+from windrow_sidecar.engines.sglang.weight_cuts import WHOLE, ModelCut, has_zero_padding
 from windrow_sidecar.engines.weight_files import SERVED_FIELD
 from windrow_sidecar.engines.weight_formats import WeightFormat, weight_format
 
@@ -67,13 +70,13 @@ class SharedModel:
     model: Any
     # Weights that are codes: codec, shape, group, and of each part offset, shape and dtype.
     coded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ranks: int = 1  # that share the model, of which this is one's part
 
     def write_manifest(self, path: Path, fingerprint: str) -> None:
         """Write for the worker where each tensor is; a reader sees nothing or all of it."""
         draft = path.with_suffix(".tmp")
-        draft.write_text(
-            json.dumps({"fingerprint": fingerprint, "tensors": self.tensors, "coded": self.coded})
-        )
+        manifest = {"fingerprint": fingerprint, "tensors": self.tensors, "coded": self.coded}
+        draft.write_text(json.dumps({**manifest, "ranks": self.ranks}))
         os.replace(draft, path)
 
     def make_private(self) -> None:
@@ -86,8 +89,10 @@ class SharedModel:
             parameter.data = own[at]
 
 
-def share_model(model: Any, folder: Path, driver: str) -> SharedModel:  # noqa: ANN401
+def share_model(model: Any, folder: Path, driver: str, cut: ModelCut = WHOLE) -> SharedModel:  # noqa: ANN401
     """Move the parameters of a loaded model into sealed memory of the driver's device.
+
+    `cut`: the part of the checkpoint that the model is, where several ranks share it.
 
     Raises:
         UserError: a matrix of the checkpoint is not in the model as it is in the file, or the
@@ -96,8 +101,8 @@ def share_model(model: Any, folder: Path, driver: str) -> SharedModel:  # noqa: 
     parameters = dict(model.named_parameters())
     stored_as = weight_format(folder, of=SERVED_FIELD)
     rows = {name: _by_rows(parameter.data) for name, parameter in parameters.items()}
-    places = _find(folder, {name: tuple(p.shape) for name, p in rows.items()}, stored_as)
-    changed = _prove(folder, rows, places)
+    places = _find(folder, {name: tuple(p.shape) for name, p in rows.items()}, stored_as, cut)
+    changed = _prove(folder, rows, places, cut)
     offsets: dict[int, int] = {}  # of a parameter's storage; tied parameters have one
     end = 0
     for parameter in parameters.values():
@@ -149,7 +154,7 @@ def share_model(model: Any, folder: Path, driver: str) -> SharedModel:  # noqa: 
     if storage.is_cuda:
         torch.cuda.synchronize()
     shared.seal()
-    return SharedModel(shared, end, tensors, model, coded)
+    return SharedModel(shared, end, tensors, model, coded, cut.ranks)
 
 
 def _by_rows(held: torch.Tensor) -> torch.Tensor:
@@ -219,11 +224,14 @@ def _stack(
 
 
 def _find(
-    folder: Path, parameters: Mapping[str, tuple[int, ...]], stored_as: WeightFormat
+    folder: Path,
+    parameters: Mapping[str, tuple[int, ...]],
+    stored_as: WeightFormat,
+    cut: ModelCut,
 ) -> dict[str, FusedRows]:
     """Return the place of each tensor of the checkpoint; `parameters`: their shapes as rows."""
     shapes = {
-        name: tuple(file.get_slice(name).get_shape())
+        name: cut.shape(name, tuple(file.get_slice(name).get_shape()))
         for file, name in _checkpoint(folder)
         if name not in stored_as.beside
     }
@@ -285,7 +293,10 @@ def _fused_place(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str,
 
 
 def _prove(
-    folder: Path, held_rows: Mapping[str, torch.Tensor], places: Mapping[str, FusedRows]
+    folder: Path,
+    held_rows: Mapping[str, torch.Tensor],
+    places: Mapping[str, FusedRows],
+    cut: ModelCut,
 ) -> dict[str, torch.Tensor]:
     """Compare rows of every tensor with the checkpoint's, and all of a vector.
 
@@ -304,17 +315,21 @@ def _prove(
             if not bool((flat[rows.first : rows.first + max(1, rows.rows)] == number).all()):
                 raise _cannot(f"{name} is served with another value than the checkpoint has")
             continue
-        n, stored = rows.shape[0], file.get_slice(name)
+        stored = file.get_slice(name)
+        begin, end = cut.rows(name, stored.get_shape()[0])
+        n, columns = end - begin, cut.columns(name)
         if len(rows.shape) == 1:
-            whole = stored[:].to(held.device, held.dtype)
+            whole = stored[begin:end].to(held.device, held.dtype)
             if not torch.equal(whole, held[rows.first : rows.first + n]):
                 changed[name] = whole
             continue
-        for row in sorted({0, n // 2, n - 1}):
-            wanted = stored[row : row + 1].to(held.device, held.dtype)
-            found = held[rows.first + row : rows.first + row + 1]
-            if not torch.equal(wanted.view(torch.uint8), found.contiguous().view(torch.uint8)):
-                raise _cannot(f"{name} is served with other values than the checkpoint has")
+        same = has_zero_padding(name, held[rows.first : rows.first + rows.shape[0]], n)
+        for row in sorted({0, n // 2, n - 1}) if n else ():
+            wanted = stored[begin + row : begin + row + 1][:, columns].to(held.device, held.dtype)
+            found = held[rows.first + row : rows.first + row + 1].contiguous()
+            same &= torch.equal(wanted.contiguous().view(torch.uint8), found.view(torch.uint8))
+        if not same:
+            raise _cannot(f"{name} is served with other values than the checkpoint has")
     return changed
 
 

@@ -1,0 +1,197 @@
+"""SGLang's server with its model over two ranks, a real sidecar, and a worker of two ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from support.sglang_pods import ROWS, events_of, start_agent
+from support.sglang_servers import (
+    MODEL,
+    OVER_RANKS,
+    Server,
+    complete,
+    start_server,
+    text_of,
+)
+
+from windrow.eventlog import StepEvent
+from windrow.proto import attach_pb2
+from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR, RunDir
+from windrow_sidecar.engines.weight_files import read_header
+from windrow_sidecar.testing.attached_operator import AttachedOperator, until
+
+Event = attach_pb2.JobEvent
+RANKS = 2
+
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(
+        len(os.sched_getaffinity(0)) < 2, reason="a host device has two cores at least"
+    ),
+]
+
+
+def job(folder: Path, **training: int) -> dict:
+    return {
+        "model": {"name": str(MODEL)},
+        "dataset": {"source": str(ROWS), "format": "chat"},
+        "adapter": {"type": "lora", "lora": {"rank": 4, "alpha": 8}},
+        "training": {
+            "maxSteps": 3,
+            "batchSize": 2,
+            "maxSequenceLength": 128,
+            "learningRate": "2e-3",
+            **training,
+        },
+        "checkpoint": {"everySteps": 1},
+        "output": {"destination": str(folder / "adapters")},
+    }
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A harvested instance over ranks, its sidecar and the operator."""
+
+    operator: AttachedOperator
+    server: Server
+    folder: Path
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "pod.log").read_text()
+
+    def harvest(self) -> None:
+        """Let a policy harvest; its objective is about the chain, not the time."""
+        self.operator.set_policy(
+            name="chat",
+            policy="windrow",
+            mode="harvest",
+            objective_seconds=2.0,
+            percentile=99,
+            max_memory_percent=50,
+        )
+
+    async def first_of(self, epoch: int, kind: int) -> attach_pb2.JobEvent:
+        """Return the first event of a kind that a placement has, or fail with its failure."""
+
+        def found() -> list[attach_pb2.JobEvent]:
+            said = [m.job_event for m in self.operator.heard if m.HasField("job_event")]
+            return [e for e in said if e.epoch == epoch and e.kind in (kind, Event.FAILED)]
+
+        await until(found, 240)
+        assert found()[0].kind == kind, found()[0].detail
+        return found()[0]
+
+
+@asynccontextmanager
+async def harvested(folder: Path) -> AsyncIterator[Pod]:
+    operator = AttachedOperator()
+    await operator.start()
+    (folder / "token").write_text("secret")
+    env = {ENV_RUN_DIR: str(folder), ENV_LOG_DIR: str(folder), ENV_POD_NAME: "decode-0"}
+    log = folder / "pod.log"
+    server = start_server(log, *OVER_RANKS.options, environment=OVER_RANKS.environment | env)
+    sidecar = start_agent(operator, folder, env)
+    try:
+        await until(lambda: operator.has_engine or not server.is_running(), 300)
+        await until(server.is_up, 300)
+        yield Pod(operator, server, folder)
+    finally:
+        sidecar.terminate()
+        sidecar.wait(60)
+        server.end()
+        await operator.stop()
+
+
+async def answers(server: Server, n: int, tokens: int) -> list[str]:
+    """Return the greedy answers to n questions, six of which are asked at a time."""
+    limit = asyncio.Semaphore(6)
+
+    async def one(client: httpx.AsyncClient, number: int) -> str:
+        prompt = f"Question {number}: " + "words " * (number % 7)
+        async with limit:
+            answer = await complete(client, (server,), str(MODEL), prompt, tokens + number % 5)
+        return text_of(answer)
+
+    async with httpx.AsyncClient(timeout=240) as client:
+        return list(await asyncio.gather(*(one(client, number) for number in range(n))))
+
+
+def other_rank(pod: Pod, epoch: int) -> psutil.Process:
+    """Return rank 1 of the worker of a placement: the first process that it has forked."""
+    (pid,) = re.findall(rf"epoch {epoch}: worker (\d+)", pod.log)
+    return min(psutil.Process(int(pid)).children(), key=lambda child: child.pid)
+
+
+async def test_a_job_over_ranks_is_trained_beside_sglang_and_outlives_its_ranks(run_dir):
+    async with harvested(run_dir) as pod:
+        assert f"{RANKS} ranks share time and compute" in pod.log
+        before = await answers(pod.server, 4, 12)
+        pod.harvest()
+        pod.operator.assign(job(run_dir, maxSteps=100_000))
+        beside: list[list[str]] = []
+
+        async def ask_until(event: asyncio.Task) -> attach_pb2.JobEvent:
+            while not event.done():
+                beside.append(await answers(pod.server, 4, 12))
+                await asyncio.wait({event}, timeout=0.3)  # what idles belongs to the worker
+            return await event
+
+        await ask_until(asyncio.create_task(pod.first_of(1, Event.CHECKPOINTED)))
+        assert f"rank 1 of {RANKS}: sharing decode's weights" in pod.log
+        assert "read its weights from files" not in pod.log
+        # A rank of the worker that is stopped, then killed: decode waits for neither.
+        other = other_rank(pod, epoch=1)
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            other.send_signal(number)
+            assert await answers(pod.server, 4, 12) == before
+        failed = await until(lambda: pod.operator.event(Event.FAILED), 60)
+        assert "rank 1 was ended by SIGKILL; the last good checkpoint is" in failed.detail
+        step = failed.progress.checkpoint_step
+        pod.operator.assign(job(run_dir, maxSteps=step + 1), epoch=2)
+        done = await ask_until(asyncio.create_task(pod.first_of(2, Event.SUCCEEDED)))
+        assert done.progress.step == step + 1
+        assert read_header(Path(done.adapter_path) / "adapter_model.safetensors").tensors
+        assert all(found == before for found in beside)
+        assert max(beat.chunks_lent for beat in pod.operator.heartbeats) == 0
+        (slot,) = pod.operator.hellos[-1].slots
+        assert slot.ranks == RANKS
+        steps = events_of(run_dir, StepEvent)
+        assert {step.finetune_units for step in steps} - {0}  # granted during steps
+        assert len({step.decode_units for step in steps}) > 1  # decode was put aside, on all ranks
+        assert "harvesting is off" not in pod.log
+        assert not RunDir(run_dir).of_rank(1).refusal().exists()
+
+
+@pytest.mark.long
+async def test_200_requests_beside_a_worker_have_the_tokens_of_stock_sglang(run_dir, tmp_path):
+    stock = start_server(
+        tmp_path / "stock.log", *OVER_RANKS.options, environment=OVER_RANKS.environment
+    )
+    try:
+        await until(stock.is_up, 300)
+        expected = await answers(stock, 200, 16)
+    finally:
+        stock.end()
+    async with harvested(run_dir) as pod:
+        pod.harvest()
+        pod.operator.assign(job(run_dir, maxSteps=100_000))
+        beside = asyncio.create_task(pod.first_of(1, Event.CHECKPOINTED))
+        while not beside.done():
+            await answers(pod.server, 6, 16)
+        await beside
+        assert await answers(pod.server, 200, 16) == expected
+        steps = events_of(run_dir, StepEvent)
+        assert any(step.finetune_units for step in steps)
+        assert "harvesting is off" not in pod.log
+        assert not pod.operator.event(Event.FAILED)
