@@ -456,17 +456,18 @@ def test_the_facts_tell_when_a_waiting_request_of_sglang_is_due():
 
 
 @pytest.mark.parametrize(
-    ("value", "device", "sleeps", "field"),
+    ("value", "device", "ranks", "sleeps", "field"),
     [
-        ("in engine", "cpu", True, ENV_FINETUNE),
-        ("in-engine", "cuda", True, ENV_FINETUNE),
-        ("in-engine", "cpu", False, "--sleep-on-idle"),
+        ("in engine", "cpu", 1, True, ENV_FINETUNE),
+        ("in-engine", "cuda", 1, True, ENV_FINETUNE),
+        ("in-engine", "cpu", 2, True, ENV_FINETUNE),
+        ("in-engine", "cpu", 1, False, "--sleep-on-idle"),
     ],
 )
 def test_jobs_in_the_scheduler_are_refused_by_the_name_of_what_keeps_them(
-    value, device, sleeps, field
+    value, device, ranks, sleeps, field
 ):
-    args = SimpleNamespace(device=device, sleep_on_idle=sleeps)
+    args = SimpleNamespace(device=device, tp_size=ranks, sleep_on_idle=sleeps)
     with pytest.raises(UserError) as refused:
         in_engine.wanted({ENV_FINETUNE: value}, args)
     assert refused.value.field == field
@@ -478,7 +479,7 @@ def test_jobs_run_in_a_process_of_their_own_unless_the_environment_says_otherwis
     assert not in_engine.wanted({}, args)
     assert not in_engine.wanted({ENV_FINETUNE: "process"}, args)
     assert in_engine.wanted(
-        {ENV_FINETUNE: "in-engine"}, SimpleNamespace(device="cpu", sleep_on_idle=True)
+        {ENV_FINETUNE: "in-engine"}, SimpleNamespace(device="cpu", tp_size=1, sleep_on_idle=True)
     )
 
 
