@@ -88,8 +88,10 @@ found |= {"revoked": 64 - budget.chunks, "again": once(), "backed_again": graphs
 # Another thread, as one that copies a checkpoint, takes memory while another shape is captured.
 over, taken = threading.Event(), []
 def take():
-    while not over.is_set():
+    while True:  # once at least
         taken.append(torch.empty(3 << 20, dtype=torch.uint8, device=slot.device.torch).numel())
+        if over.is_set():
+            return
 thread = threading.Thread(target=take)
 thread.start()
 ids = ids[:, :6]
