@@ -308,7 +308,7 @@ def _parsed(value: Any) -> Any:  # noqa: ANN401 - any JSON
 def _tools(fields: Fields, where: str) -> list[Fields] | None:
     """Return a row's tools: a list, or the JSON of one or of its elements, as tables have it."""
     tools = _parsed(fields.get("tools"))
-    if not tools:
+    if not tools or (isinstance(tools, str) and tools.strip() in ("", "null")):
         return None
     if isinstance(tools, list):
         tools = [_parsed(tool) for tool in tools]

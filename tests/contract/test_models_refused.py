@@ -243,7 +243,7 @@ def test_experts_that_lie_in_one_tensor_are_not_to_be_loaded_into_servers():
     ],
 )
 def test_modules_that_servers_compute_as_one_are_to_be_adapted_together(model, targets, lacking):
-    """What SGLang's loader makes of these is in tests/sglang/test_sglang_adapters.py."""
+    """See tests/sglang/test_sglang_adapters.py for what SGLang's loader makes of these."""
     lora = {"rank": 2, "alpha": 4, "targetModules": targets}
     spec = small_spec({"lora": lora})
     named = {"destination": "/out", "deploy": {"enabled": True}}

@@ -1,4 +1,4 @@
-"""What SGLang's loader makes of small adapters, as JSON on stdout; run in its environment.
+"""Ask SGLang's loader what it makes of small adapters: JSON on stdout, in its environment.
 
 `placed`: each weight has one of the buffers that adapters of these targets get.
 """

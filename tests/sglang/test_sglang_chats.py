@@ -1,4 +1,4 @@
-"""Which models SGLang writes chats of otherwise than by their template, asked of SGLang itself."""
+"""Ask SGLang itself for which models it writes chats otherwise than by their template."""
 
 from __future__ import annotations
 

@@ -404,6 +404,12 @@ def test_tools_are_brought_into_the_form_that_servers_take(tools, as_served):
     assert found.as_served is as_served
 
 
+@pytest.mark.parametrize("tools", [None, [], "", " ", "null", "[]"])
+def test_a_row_may_say_in_each_way_that_it_has_no_tools(tools):
+    row = {"messages": [{"role": "user", "content": "x"}, ANSWER], "tools": tools}
+    assert row_of(DatasetRecord("rows.jsonl:1", row), "chat").tools is None
+
+
 def test_what_tables_hold_besides_json_is_read_as_json_says_it(tmp_path):
     turn = pa.struct(
         [
