@@ -24,7 +24,7 @@ from windrow_operator.kube import ApiError, Conflict, Kube, ObjectNotFound
 from windrow_operator.lease import NotLeading
 from windrow_operator.model import Job, QueueAdmission
 from windrow_operator.slot_table import SlotTable
-from windrow_operator.watched import WatchedObjects
+from windrow_operator.watched import WatchedCollection
 from windrow_operator.workloads import KUEUE, LABEL_JOB, Priority
 
 log = logging.getLogger(__name__)
@@ -130,8 +130,8 @@ class Queues:
 
     # --- Workloads --------------------------------------------------------------------------------
 
-    def _watched(self, path: str, labels: str = "") -> WatchedObjects:
-        return WatchedObjects(
+    def _watched(self, path: str, labels: str = "") -> WatchedCollection:
+        return WatchedCollection(
             self._kube,
             path,
             labels=labels,
@@ -298,7 +298,7 @@ class _Watch:
         runs: whether it was started and not stopped.
     """
 
-    def __init__(self, parts: list[WatchedObjects]) -> None:
+    def __init__(self, parts: list[WatchedCollection]) -> None:
         self._parts = parts
         self._tasks: list[asyncio.Task[None]] = []
         self.runs = False

@@ -26,7 +26,7 @@ _LOOK_S: Final = 0.5  # during a pause, whether it has become urgent
 _GONE: Final = 410
 
 
-class WatchedObjects:
+class WatchedCollection:
     """The objects of one collection. Call `run` in a task; the rest is for the same event loop.
 
     Args:

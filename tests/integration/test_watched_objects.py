@@ -11,7 +11,7 @@ from aiohttp import web
 
 from windrow_operator import watched
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound
-from windrow_operator.watched import WatchedObjects
+from windrow_operator.watched import WatchedCollection
 
 WITHIN_S = 60.0
 
@@ -21,7 +21,7 @@ class Watching:
 
     def __init__(self, kube, path, **more):
         self.changed, self.changes = asyncio.Event(), 0
-        self.objects = WatchedObjects(
+        self.objects = WatchedCollection(
             kube, path, on_change=self._on_change, first_pause_s=0.01, **more
         )
 
@@ -293,7 +293,9 @@ async def test_pauses_grow_and_are_short_while_somebody_waits(monkeypatch, urgen
     monkeypatch.setattr(watched.random, "uniform", lambda low, high: high)
     monkeypatch.setattr(watched.asyncio, "get_running_loop", lambda: FakeLoop(clock))
     failing = Failing(ApiError(0, "no answer"))
-    objects = WatchedObjects(failing, "/apis/x", on_change=lambda: None, is_urgent=lambda: urgent)
+    objects = WatchedCollection(
+        failing, "/apis/x", on_change=lambda: None, is_urgent=lambda: urgent
+    )
     task = loop.create_task(objects.run())
     while failing.calls < 8:
         await real(0)

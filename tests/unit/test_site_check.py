@@ -89,7 +89,7 @@ def test_long_names_break_between_words_in_tables_and_nowhere_else(cell, shown):
 
 
 def test_mkdocs_counts_its_warnings():
-    """With --quiet it builds a page with a broken link and ends with 0, --strict or not."""
+    """Build a page with a broken link: with --quiet it ends with 0, --strict or not."""
     rule = (ROOT / "Makefile").read_text().partition("\ndocs:")[2].partition("\n\n")[0]
     assert "mkdocs build --strict" in rule
     assert "--quiet\n" not in rule
