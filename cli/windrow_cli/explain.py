@@ -84,14 +84,14 @@ def explain(
         _explain_slot(talk, name, namespace, no_job, as_json=as_json)
         return
     slots = {f"{slot.namespace}/{slot.name}": slot for slot in talk.slots()} if job.slot else {}
-    told = explain_job(
+    explanation = explain_job(
         job,
         talk.conditions(name, namespace=namespace),
         talk.events(name, namespace=namespace),
         slots.get(job.slot),
         datetime.now(UTC),
     )
-    print_json(told) if as_json else print_line(text_of(told))
+    print_json(explanation) if as_json else print_line(text_of(explanation))
 
 
 def _only_in_the_pod(slot: str, namespace: str, at: str) -> UserError:
@@ -117,8 +117,8 @@ def _explain_slot(
             field="NAME",
             remedy="See `windrow get` for the jobs and `windrow top` for the slots.",
         ) from no_job
-    told = explain_slot(slot, talk.events(name, namespace=namespace), datetime.now(UTC))
-    print_json(asdict(told)) if as_json else print_line(slot_text(told))
+    explanation = explain_slot(slot, talk.events(name, namespace=namespace), datetime.now(UTC))
+    print_json(asdict(explanation)) if as_json else print_line(slot_text(explanation))
 
 
 def _has_decisions(name: str) -> bool:

@@ -138,13 +138,15 @@ def _ago(at: str, now: datetime) -> str:
     return f"{seconds // 3600:>4}h" if seconds < 48 * 3600 else f"{seconds // 86400:>4}d"
 
 
-def text_of(told: Explanation) -> str:
+def text_of(explanation: Explanation) -> str:
     """Return an explanation for people."""
-    lines = [f"{told.job} is {told.state}: {told.because or 'as it should be'}"]
-    lines += [f"  {line}" for line in (told.meaning, told.advice) if line]
-    lines.append(f"progress  {told.progress}")
-    if told.slot:
-        lines.append(f"slot      {told.slot}")
+    lines = [
+        f"{explanation.job} is {explanation.state}: {explanation.because or 'as it should be'}"
+    ]
+    lines += [f"  {line}" for line in (explanation.meaning, explanation.advice) if line]
+    lines.append(f"progress  {explanation.progress}")
+    if explanation.slot:
+        lines.append(f"slot      {explanation.slot}")
     lines.append("story")
-    lines += [f"  {line}" for line in told.story] or ["  nothing has happened yet"]
+    lines += [f"  {line}" for line in explanation.story] or ["  nothing has happened yet"]
     return "\n".join(lines)

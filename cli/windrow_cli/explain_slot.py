@@ -93,17 +93,19 @@ def _jobs(slot: SlotView) -> str:
     return f"{slot.job}; the rows of {slot.joined} pass in the same tasklets"
 
 
-def text_of(told: SlotExplanation) -> str:
+def text_of(explanation: SlotExplanation) -> str:
     """Return an explanation for people."""
     rows = (
-        ("policy", told.rule),
-        ("decode", told.serving),
-        ("shared", told.shared),
-        ("job", told.job or "none"),
-        ("decisions", told.decisions),
+        ("policy", explanation.rule),
+        ("decode", explanation.serving),
+        ("shared", explanation.shared),
+        ("job", explanation.job or "none"),
+        ("decisions", explanation.decisions),
     )
-    lines = [f"{told.slot} is {told.because}"]
+    lines = [f"{explanation.slot} is {explanation.because}"]
     lines += [f"{name:<9} {words}" for name, words in rows if words]
     lines.append("story")
-    lines += [f"  {line}" for line in told.story] or ["  nothing has happened in the last hour"]
+    lines += [f"  {line}" for line in explanation.story] or [
+        "  nothing has happened in the last hour"
+    ]
     return "\n".join(lines)

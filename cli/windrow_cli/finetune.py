@@ -154,17 +154,20 @@ def _finetune(
         asked.to(process),
         _shown(names, as_json) as show,
     ):
-        told = local.listen(process, len(jobs), _while_read(show))
+        summaries = local.listen(process, len(jobs), _while_read(show))
     code = process.returncode
     if asked.came and code == -signal.SIGTERM:  # it was still importing what it needs
-        told, code = [each if each.ended else local.unbegun(each) for each in told], Ending.STOPPED
+        summaries, code = (
+            [each if each.ended else local.unbegun(each) for each in summaries],
+            Ending.STOPPED,
+        )
     log = jobs[0].folder / local.WORKER_LOG
     seconds = time.monotonic() - begun
-    results = [_result(*each, seconds, log) for each in zip(jobs, told, strict=True)]
+    results = [_result(*each, seconds, log) for each in zip(jobs, summaries, strict=True)]
     if as_json:
         print_json(results[0] if len(results) == 1 else results)
     else:
-        for result, heard in zip(results, told, strict=True):
+        for result, heard in zip(results, summaries, strict=True):
             _say(result, heard, alone=len(results) == 1)
     codes: dict[int, int] = {Ending.SUCCEEDED: 0, Ending.USER_ERROR: 2, Ending.STOPPED: 130}
     return codes.get(code, 1)
@@ -218,9 +221,9 @@ def _passed_on() -> Iterator[_Asked]:
 def _while_read(show: Callable[[int, RunSummary], None]) -> Callable[[int, RunSummary], None]:
     """Go on training where the output's reader has gone."""
 
-    def shown(n: int, told: RunSummary) -> None:
+    def shown(n: int, summary: RunSummary) -> None:
         try:
-            show(n, told)
+            show(n, summary)
         except OSError:
             drop_output()
 
@@ -241,11 +244,11 @@ def _shown(names: list[str], quiet: bool) -> Iterator[Callable[[int, RunSummary]
     console, paces = Console(), [Pace() for _ in names]
     titles = [f"{name}: " if len(names) > 1 else "" for name in names]
     if quiet:
-        yield lambda n, told: None
+        yield lambda n, summary: None
         return
     if not console.is_terminal:
         lines = [_Lines(title, pace) for title, pace in zip(titles, paces, strict=True)]
-        yield lambda n, told: lines[n].show(told)
+        yield lambda n, summary: lines[n].show(summary)
         return
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -256,18 +259,18 @@ def _shown(names: list[str], quiet: bool) -> Iterator[Callable[[int, RunSummary]
         tasks = [bar.add_task(f"{title}loading", total=None, state="") for title in titles]
         shown = [0] * len(names)
 
-        def show(n: int, told: RunSummary) -> None:
-            for event in told.events[shown[n] :]:
+        def show(n: int, summary: RunSummary) -> None:
+            for event in summary.events[shown[n] :]:
                 # As it is: brackets of a path are not markup, and a path is not broken up.
                 line = f"{titles[n]}{event}"
                 bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
-            shown[n] = len(told.events)
+            shown[n] = len(summary.events)
             bar.update(
                 tasks[n],
-                description=titles[n] + ("training" if told.total_steps else "loading"),
-                completed=told.step,
-                total=told.total_steps or None,
-                state=_state(told, paces[n], short=console.width < _WIDE),
+                description=titles[n] + ("training" if summary.total_steps else "loading"),
+                completed=summary.step,
+                total=summary.total_steps or None,
+                state=_state(summary, paces[n], short=console.width < _WIDE),
             )
 
         yield show
@@ -281,30 +284,30 @@ class _Lines:
     due: float = 0.0
     step: int = 0
 
-    def show(self, told: RunSummary) -> None:
-        state = _state(told, self.pace)
-        fresh = told.events[self.shown :]
+    def show(self, summary: RunSummary) -> None:
+        state = _state(summary, self.pace)
+        fresh = summary.events[self.shown :]
         # Before an event a line shows the progress; else one comes every ten seconds.
-        if told.step > self.step and (fresh or time.monotonic() >= self.due):
+        if summary.step > self.step and (fresh or time.monotonic() >= self.due):
             print_line(self.title + state)
-            self.step, self.due = told.step, time.monotonic() + _LINE_EVERY_S
+            self.step, self.due = summary.step, time.monotonic() + _LINE_EVERY_S
         for event in fresh:
             print_line(self.title + event)
-        self.shown = len(told.events)
+        self.shown = len(summary.events)
 
 
-def _state(told: RunSummary, pace: Any, *, short: bool = False) -> str:  # noqa: ANN401
+def _state(summary: RunSummary, pace: Any, *, short: bool = False) -> str:  # noqa: ANN401
     """Return a job's state in words; what no step has reported is a dash. `short`: beside a bar."""
-    rate, left = pace.see(told)
-    if not told.total_steps:
+    rate, left = pace.see(summary)
+    if not summary.total_steps:
         return ""
     optimizer = (
-        f"lr {_written(told.learning_rate, '.2e')}",
-        f"grad norm {_written(told.gradient_norm, '.3g')}",
+        f"lr {_written(summary.learning_rate, '.2e')}",
+        f"grad norm {_written(summary.gradient_norm, '.3g')}",
     )
     parts = (
-        f"step {told.step}/{told.total_steps}",
-        f"loss {_written(told.loss, '.3f')}",
+        f"step {summary.step}/{summary.total_steps}",
+        f"loss {_written(summary.loss, '.3f')}",
         *(() if short else optimizer),
         f"{_written(rate or None, ',.0f')} tokens/s",
     )
@@ -316,74 +319,74 @@ def _written(figure: float | None, how: str) -> str:
     return "-" if figure is None else format(figure, how)
 
 
-def _result(job: LocalJob, told: RunSummary, seconds: float, log: Path) -> dict[str, Any]:
+def _result(job: LocalJob, summary: RunSummary, seconds: float, log: Path) -> dict[str, Any]:
     from windrow_lab.finetune.curves import read_metrics
     from windrow_lab.finetune.local_job import without_cluster
 
     said = "warned: "
-    warned = [event.removeprefix(said) for event in told.events if event.startswith(said)]
-    state = {"SUCCEEDED": "Succeeded", "STOPPED": "Stopped"}.get(told.ended, "Failed")
+    warned = [event.removeprefix(said) for event in summary.events if event.startswith(said)]
+    state = {"SUCCEEDED": "Succeeded", "STOPPED": "Stopped"}.get(summary.ended, "Failed")
     result: dict[str, Any] = {
         "name": job.name,
         "state": state,
-        "message": _message(told, log),
-        "field": told.field,
-        "remedy": told.remedy,
-        "step": told.step,
-        "total_steps": told.total_steps,
-        "loss": told.loss,
-        "learning_rate": told.learning_rate,
-        "gradient_norm": told.gradient_norm,
-        "base_eval_loss": told.base_eval_loss,
-        "tuned_eval_loss": told.tuned_eval_loss,
-        "tokens": told.tokens,
-        "train_rows": told.train_rows,
-        "held_out_rows": told.held_out_rows,
-        "skipped_rows": told.skipped_rows,
-        "cut_rows": told.cut_rows,
-        "notes": [*without_cluster(job.spec), *told.notes, *warned],
-        "memory_bytes": told.memory_bytes,
+        "message": _message(summary, log),
+        "field": summary.field,
+        "remedy": summary.remedy,
+        "step": summary.step,
+        "total_steps": summary.total_steps,
+        "loss": summary.loss,
+        "learning_rate": summary.learning_rate,
+        "gradient_norm": summary.gradient_norm,
+        "base_eval_loss": summary.base_eval_loss,
+        "tuned_eval_loss": summary.tuned_eval_loss,
+        "tokens": summary.tokens,
+        "train_rows": summary.train_rows,
+        "held_out_rows": summary.held_out_rows,
+        "skipped_rows": summary.skipped_rows,
+        "cut_rows": summary.cut_rows,
+        "notes": [*without_cluster(job.spec), *summary.notes, *warned],
+        "memory_bytes": summary.memory_bytes,
         "seconds": round(seconds, 1),
-        "checkpoint": told.checkpoint,
-        "adapter": told.adapter,
+        "checkpoint": summary.checkpoint,
+        "adapter": summary.adapter,
         "log": str(log),
         "report": "",
     }
     # One that did not begin has the curves of an earlier run, at most.
     try:
-        if told.total_steps and read_metrics(job.folder):
-            result["report"] = str(_write_report(job, told, result))
+        if summary.total_steps and read_metrics(job.folder):
+            result["report"] = str(_write_report(job, summary, result))
     except (OSError, ValueError) as error:
         # A full disk, or figures that were torn by one: what was trained does not depend on it.
         result["report_problem"] = f"the report cannot be written: {error}"
     return result
 
 
-def _write_report(job: LocalJob, told: RunSummary, result: dict[str, Any]) -> Path:
+def _write_report(job: LocalJob, summary: RunSummary, result: dict[str, Any]) -> Path:
     from windrow_lab.finetune.curves import Table, flat, of_bytes, of_seconds, write_curves
 
-    spec, done = job.spec, told.tokens - (told.tokens_at_first or 0)
+    spec, done = job.spec, summary.tokens - (summary.tokens_at_first or 0)
     seconds = result["seconds"]
     ended = [
         ("State", result["state"]),
-        ("Steps", f"{told.step:,} of {told.total_steps:,}"),
-        ("Training loss, last step", _written(told.loss, ".4f")),
-        ("Held-out loss before", _written(told.base_eval_loss, ".4f")),
-        ("Held-out loss after", _written(told.tuned_eval_loss, ".4f")),
-        ("Tokens", f"{told.tokens:,}, {done:,} of them in this run"),
+        ("Steps", f"{summary.step:,} of {summary.total_steps:,}"),
+        ("Training loss, last step", _written(summary.loss, ".4f")),
+        ("Held-out loss before", _written(summary.base_eval_loss, ".4f")),
+        ("Held-out loss after", _written(summary.tuned_eval_loss, ".4f")),
+        ("Tokens", f"{summary.tokens:,}, {done:,} of them in this run"),
         ("This run took", f"{of_seconds(seconds)}, loading and evaluations included"),
-        ("Memory, peak", of_bytes(told.memory_bytes)),
-        ("Adapter", told.adapter or "-"),
-        ("Checkpoint", told.checkpoint or "-"),
+        ("Memory, peak", of_bytes(summary.memory_bytes)),
+        ("Adapter", summary.adapter or "-"),
+        ("Checkpoint", summary.checkpoint or "-"),
     ]
     rows = [
         ("Model", f"{spec.model.name}, revision {spec.model.revision}"),
         ("Weights", f"{spec.training.precision}, quantization {spec.model.quantization}"),
         ("Rows from", f"{redacted(spec.dataset.source)}, format {spec.dataset.format}"),
-        ("Trained on", f"{told.train_rows:,} rows"),
-        ("Held out", f"{told.held_out_rows:,} rows"),
-        ("Cut", f"{told.cut_rows:,} rows, to {spec.training.max_sequence_length:,} tokens"),
-        ("Wrong, left out", f"{told.skipped_rows:,} rows"),
+        ("Trained on", f"{summary.train_rows:,} rows"),
+        ("Held out", f"{summary.held_out_rows:,} rows"),
+        ("Cut", f"{summary.cut_rows:,} rows, to {spec.training.max_sequence_length:,} tokens"),
+        ("Wrong, left out", f"{summary.skipped_rows:,} rows"),
     ]
     adapter = flat(spec.adapter.settings.model_dump(by_alias=True, exclude_none=True))
     training = spec.training.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -400,22 +403,26 @@ def _write_report(job: LocalJob, told: RunSummary, result: dict[str, Any]) -> Pa
     )
 
 
-def _message(told: RunSummary, log: Path) -> str:
+def _message(summary: RunSummary, log: Path) -> str:
     from windrow_lab.finetune.local_job import last_error
 
-    if told.failure or not told.died:
-        return told.failure or (told.events[-1] if told.events else "")
-    kept = f"the last good checkpoint is {told.checkpoint}" if told.checkpoint else "no checkpoint"
+    if summary.failure or not summary.died:
+        return summary.failure or (summary.events[-1] if summary.events else "")
+    kept = (
+        f"the last good checkpoint is {summary.checkpoint}"
+        if summary.checkpoint
+        else "no checkpoint"
+    )
     return (
-        f"the worker ended without a word: {told.died}; {kept}; see {log}, whose last line is: "
+        f"the worker ended without a word: {summary.died}; {kept}; see {log}, whose last line is: "
         f"{last_error(log)}"
     )
 
 
-def _say(result: dict[str, Any], told: RunSummary, *, alone: bool) -> None:
+def _say(result: dict[str, Any], summary: RunSummary, *, alone: bool) -> None:
     if not alone:
         print_line(f"{result['name']}: {result['state']}")
-    if told.died:
+    if summary.died:
         print_line(f"windrow: {result['message']}")
     if result["state"] == "Stopped":
         print_line("the same command resumes from the checkpoint")

@@ -207,7 +207,7 @@ def listen(
     Raises:
         UserError: it could not begin with any of them.
     """
-    told = [RunSummary() for _ in range(n_jobs)]
+    summaries = [RunSummary() for _ in range(n_jobs)]
     silent = False
     for said in _lines(process):
         silent = said is None
@@ -215,8 +215,8 @@ def listen(
             break
         check_begun(said)
         n = said["job"]
-        told[n] = understood(told[n], said)
-        on_change(n, told[n])
+        summaries[n] = understood(summaries[n], said)
+        on_change(n, summaries[n])
     if silent:
         process.kill()
     process.wait()
@@ -225,13 +225,13 @@ def listen(
         if silent
         else _end_of(process)
     )
-    return [each if each.ended else replace(each, died=why) for each in told]
+    return [each if each.ended else replace(each, died=why) for each in summaries]
 
 
-def unbegun(told: RunSummary) -> RunSummary:
+def unbegun(summary: RunSummary) -> RunSummary:
     """Return it as of a job that was asked to stop before its worker could say a word."""
     stopped = "stopped: asked to stop; it had not begun"
-    return replace(told, events=(*told.events, stopped), ended="STOPPED", died="")
+    return replace(summary, events=(*summary.events, stopped), ended="STOPPED", died="")
 
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[dict[str, Any] | None]:
@@ -299,33 +299,33 @@ def last_error(log: Path) -> str:
     return lines[-1] if lines else "it is empty"
 
 
-def understood(told: RunSummary, said: dict[str, Any]) -> RunSummary:
+def understood(summary: RunSummary, said: dict[str, Any]) -> RunSummary:
     """Return what is known after a line of the worker."""
     if "progress" in said:
         now = JobProgress(**said["progress"])
-        first = told.tokens_at_first
+        first = summary.tokens_at_first
         if first is None and now.total_steps:
             first = now.tokens
         return replace(
-            told,
+            summary,
             **{name: getattr(now, name) for name in _FIGURES},
             checkpoint=now.checkpoint_path,
             tokens_at_first=first,
         )
     event = WorkerEvent(**said["event"])
-    told = replace(
-        told,
-        events=(*told.events, *_said_first(told, event)),
+    summary = replace(
+        summary,
+        events=(*summary.events, *_said_first(summary, event)),
         ended=event.kind if event.kind in ENDS else "",
-        notes=tuple(event.notes) or told.notes,
+        notes=tuple(event.notes) or summary.notes,
     )
     if event.kind == "FAILED":
-        return replace(told, failure=event.detail, field=event.field, remedy=event.remedy)
+        return replace(summary, failure=event.detail, field=event.field, remedy=event.remedy)
     return replace(
-        told,
-        adapter=event.adapter_path or told.adapter,
-        base_eval_loss=_newer(event.base_eval_loss, told.base_eval_loss),
-        tuned_eval_loss=_newer(event.tuned_eval_loss, told.tuned_eval_loss),
+        summary,
+        adapter=event.adapter_path or summary.adapter,
+        base_eval_loss=_newer(event.base_eval_loss, summary.base_eval_loss),
+        tuned_eval_loss=_newer(event.tuned_eval_loss, summary.tuned_eval_loss),
     )
 
 
@@ -333,7 +333,7 @@ def _newer(said: float | None, known: float | None) -> float | None:
     return known if said is None else said
 
 
-def _said_first(told: RunSummary, event: WorkerEvent) -> Iterator[str]:
+def _said_first(summary: RunSummary, event: WorkerEvent) -> Iterator[str]:
     """Yield the lines of an event that were not said yet: notes have lines of their own.
 
     The last checkpoint is often that of the last step, which has been reported.
@@ -342,7 +342,7 @@ def _said_first(told: RunSummary, event: WorkerEvent) -> Iterator[str]:
     detail = event.detail.removesuffix("".join(f"; {note}" for note in notes))
     lines = [f"{event.kind.lower()}: {detail}".removesuffix(": ")]
     lines += [f"note: {note}" for note in notes]
-    yield from (line for line in lines if line not in told.events)
+    yield from (line for line in lines if line not in summary.events)
 
 
 @dataclass
@@ -352,15 +352,17 @@ class Pace:
     clock: Callable[[], float] = time.monotonic
     _begun: tuple[float, int, int] | None = None  # seconds, tokens, steps
 
-    def see(self, told: RunSummary) -> tuple[float, float | None]:
+    def see(self, summary: RunSummary) -> tuple[float, float | None]:
         """Return (tokens per second, seconds left or None)."""
         now = self.clock()
         if self._begun is None:
-            if told.total_steps:
-                self._begun = now, told.tokens, told.step
+            if summary.total_steps:
+                self._begun = now, summary.tokens, summary.step
             return 0.0, None
         begun, tokens, steps = self._begun
-        elapsed, done = now - begun, told.step - steps
+        elapsed, done = now - begun, summary.step - steps
         if elapsed <= 0 or done <= 0:
             return 0.0, None
-        return (told.tokens - tokens) / elapsed, elapsed * (told.total_steps - told.step) / done
+        return (summary.tokens - tokens) / elapsed, elapsed * (
+            summary.total_steps - summary.step
+        ) / done

@@ -94,7 +94,7 @@ def hold(folder: Path, ports: Sequence[int]) -> int:
         server = f"https://{LOOPBACK}:{api.getsockname()[1]}"
         awaited = threading.Thread(target=_note_ready, args=(read, server), daemon=True)
         awaited.start()
-        told = OnNode(
+        on_node = OnNode(
             str(folder),
             write,
             api.fileno(),
@@ -105,9 +105,9 @@ def hold(folder: Path, ports: Sequence[int]) -> int:
             "-m",
             "windrow_lab.realnode.up",
             "inside",
-            json.dumps(asdict(told)),
+            json.dumps(asdict(on_node)),
         ]
-        files = (write, api.fileno(), *told.pods.values())
+        files = (write, api.fileno(), *on_node.pods.values())
         return realnode.run(command, Console(stderr=True), pass_fds=files)
 
 
@@ -126,11 +126,11 @@ def _note_ready(read: int, server: str) -> None:
 # --- the process on the node ------------------------------------------------------------------
 
 
-def stay(told: OnNode) -> None:
+def stay(on_node: OnNode) -> None:
     """Run operator and CRDs on this node, and pass connections on, until this process is ended."""
     node = realnode.NodeInfo.of_environment()
     assert node is not None, "`hold` runs this on one"
-    with Keeper() as keeper, RealCluster(node, keeper, Path(told.folder)) as cluster:
+    with Keeper() as keeper, RealCluster(node, keeper, Path(on_node.folder)) as cluster:
         kubeconfig = yaml.safe_load(cluster.kubeconfig.read_text(encoding="utf-8"))
         server = urlsplit(kubeconfig["clusters"][0]["cluster"]["server"])
         assert server.hostname, "our own kubeconfig has a URL"
@@ -141,10 +141,10 @@ def stay(told: OnNode) -> None:
             "log_dir": str(cluster.log_dir),
             "directory": str(cluster.kubeconfig.parent),
         }
-        with open(told.ready, "w", encoding="utf-8") as answer:
+        with open(on_node.ready, "w", encoding="utf-8") as answer:
             answer.write(json.dumps(ready) + "\n")
-        routes = [(told.api, server.hostname, server.port)]
-        routes += [(listener, LOOPBACK, port) for port, listener in told.pods.items()]
+        routes = [(on_node.api, server.hostname, server.port)]
+        routes += [(listener, LOOPBACK, port) for port, listener in on_node.pods.items()]
         asyncio.run(_pass_on(routes))
 
 
@@ -195,9 +195,9 @@ def main() -> None:
     try:
         if part == "hold":
             sys.exit(hold(Path(first), [int(port) for port in rest]))
-        told = json.loads(first)
-        pods = {int(port): file for port, file in told.pop("pods").items()}
-        stay(OnNode(**told, pods=pods))
+        fields = json.loads(first)
+        pods = {int(port): file for port, file in fields.pop("pods").items()}
+        stay(OnNode(**fields, pods=pods))
     except WindrowError as error:
         sys.exit(str(error))
 

@@ -115,10 +115,10 @@ class RankLeader:
         Raises:
             RankEnded: one has ended.
         """
-        told = Pass(self._tokens, self._heard, admits, units, moves)
+        order = Pass(self._tokens, self._heard, admits, units, moves)
         for rank, (_, pipe) in enumerate(self.others, 1):
             try:
-                pipe.send(told)
+                pipe.send(order)
             except BlockingIOError as error:  # it has read nothing for the watchdog's time
                 raise RankEnded(self.why_ended() or f"rank {rank} does not answer") from error
             except OSError as error:
@@ -320,15 +320,15 @@ class RankFollower:
         pipe.send(self._said)
         while True:
             try:
-                told = pipe.recv()
+                order = pipe.recv()
             except (EOFError, OSError):
                 return
             refused = ""
             try:
-                self._activate(told.units)
+                self._activate(order.units)
             except InvariantBroken as error:  # it computes where it is; rank 0 ends harvesting
                 refused = str(error)
-            self.run(told, lambda: self._say(pipe, refused))  # noqa: B023 - called in `run`
+            self.run(order, lambda: self._say(pipe, refused))  # noqa: B023 - called in `run`
 
     def _say(self, pipe: Connection, refused: str) -> None:
         """Tell rank 0 what has changed of what this rank could do."""
@@ -338,27 +338,27 @@ class RankFollower:
             self._said = said
             pipe.send(said)
 
-    def run(self, told: Pass, scheduled: Callable[[], None] = lambda: None) -> None:
+    def run(self, order: Pass, scheduled: Callable[[], None] = lambda: None) -> None:
         """Schedule and compute one pass, in the order of `DecodeLoop.step`.
 
         `scheduled`: called when chunks have moved, before anything is computed.
         """
         scheduler = self._scheduler
-        for request, token in zip(self._batch, told.tokens, strict=True):
+        for request, token in zip(self._batch, order.tokens, strict=True):
             request.tokens.append(token)
             if finish_reason(request, token):
                 scheduler.remove(request)
-        for message in told.heard:
+        for message in order.heard:
             if isinstance(message, Submit):
                 scheduler.submit(message)
             elif (found := scheduler.find(message.id)) is not None:
                 scheduler.remove(found)
-        for request in scheduler.admit() if told.admits else []:
+        for request in scheduler.admit() if order.admits else []:
             self._fill(request)
         prefill = scheduler.next_prefill(self._prefill_tokens)
         scheduler.make_room()
-        if told.moves is not None:
-            self._chunks.apply(told.moves)
+        if order.moves is not None:
+            self._chunks.apply(order.moves)
         scheduled()
         self._batch = list(scheduler.running)
         if prefill is not None and prefill[0] in scheduler.prefilling:
