@@ -259,7 +259,9 @@ def test_a_job_learns_beside_decode_with_all_of_its_memory_in_lent_chunks(pod):
     # What the adapter lay in until the process ended, decode takes itself.
     assert pod.decode.arena.counts()[2] == pod.decode.arena.reclaim(1) <= 2
     pod.decode.arena.check()
-    (counts,) = [json.loads(line) for line in (pod.root / "counts").read_text().splitlines()]
+    # Triton's compilers, which a worker starts for the loss, have the shim and lines of their own.
+    lines = [json.loads(line) for line in (pod.root / "counts").read_text().splitlines()]
+    (counts,) = [line for line in lines if line["pid"] == worker.pid]
     assert counts["most_device_bytes"] == 0, "torch has memory of its own"
 
 
