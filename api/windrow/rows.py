@@ -37,6 +37,8 @@ MARKS = {
 }
 # Fields by which datasets of other programs say of an answer whether it is learnt.
 _SHARES = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+# Fields by which an answer calls a function.
+_CALLS = ("tool_calls", "function_call")
 # Who speaks in rows of ShareGPT, by the roles of a chat.
 _SHAREGPT = {
     "human": "user",
@@ -142,7 +144,7 @@ class DatasetRow:
     prompt: str = ""
     answer: str = ""
     unread: tuple[str, ...] = ()  # fields that do not count
-    pruned: bool = False  # whether nulls of other rows' keys were left out
+    pruned: bool = False  # whether nulls of other rows' keys, or empty calls, were left out
     as_served: bool = False  # whether tools were brought into the form that servers take
     prompt_turns: int = 0  # that many turns are the prompt, and all others are learnt; 0: see roles
     rejected: DatasetRow | None = None
@@ -290,7 +292,7 @@ def _conversation(fields: Fields, found: list[Any], name: str, where: str) -> Da
         turns=turns,
         tools=served,
         template_settings=settings,
-        pruned=plain != tools,
+        pruned=plain != tools or any(turn.get(c) is not None for turn in found for c in _CALLS),
         as_served=served != plain,
     )
 
@@ -354,8 +356,8 @@ def _of_schema(value: Any) -> Any:  # noqa: ANN401 - any JSON
 def _turn(turn: Any, name: str, where: str) -> Fields:  # noqa: ANN401 - it came from JSON
     if not isinstance(turn, dict) or turn.get("role") not in ROLES:
         raise bad_row(where, f"{name} has no known `role`", f"Write one of {', '.join(ROLES)}.")
-    for call in ("tool_calls", "function_call"):
-        if turn.get(call):
+    for call in _CALLS:
+        if _parsed(turn.get(call)):
             raise _not_learnt(where, f"{name} has `{call}`")
     for share in _SHARES if turn["role"] == "assistant" else ():
         if turn.get(share) not in (None, 1):
@@ -373,7 +375,8 @@ def _turn(turn: Any, name: str, where: str) -> Fields:  # noqa: ANN401 - it came
             f"{name}: the assistant says nothing, so only the end of its turn would be learnt",
             "Give the turn a text, or drop the row.",
         )
-    return {key: value for key, value in turn.items() if value is not None}
+    # Tables have an empty list where a turn calls nothing; templates take it for a turn of calls.
+    return {k: value for k, value in turn.items() if value is not None and k not in _CALLS}
 
 
 def _not_learnt(where: str, what: str) -> UserError:

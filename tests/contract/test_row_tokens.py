@@ -625,8 +625,12 @@ def test_thoughts_that_the_template_leaves_out_are_told():
 
 def test_where_asking_and_writing_differ_the_difference_is_shown():
     thinks = EACH + "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
-    with pytest.raises(UserError, match=r"it asks by '<think>', and writes something"):
+    with pytest.raises(UserError, match=r"it asks by '<think>', and writes nothing there"):
         spoken(thinks, FIRST)
+    # As SGLang's for DeepSeek V3.1: the two differ by blanks.
+    indented = EACH.replace("m.content", "(' ' * 8 if m.role == 'assistant' else '') + m.content")
+    with pytest.raises(UserError, match=r"it asks by '\(\)', and writes ' {4}' there"):
+        spoken(indented + ASKED + "    (){% endif %}", FIRST)
 
 
 DATED = "{{ strftime_now('%d %b %Y') }}" + PLAIN
@@ -791,5 +795,121 @@ def test_a_template_that_reads_tools_in_every_row_says_so():
 
 def test_a_difference_is_shown_from_the_begin_of_its_token():
     asks = EACH.replace("<|end|>", "</s>") + "{% if add_generation_prompt %}<|user|>{% endif %}"
-    with pytest.raises(UserError, match=r"it asks by '<\|user\|>', and writes"):
+    with pytest.raises(UserError, match=r"'<\|user\|>', and writes '<\|assistant\|>' there"):
         spoken(asks, FIRST, specials=MARKS)
+
+
+# Sarashina's form: it writes nothing of others, and asks by a header behind a user's turn alone.
+ASKS_USERS = (
+    "{% for m in messages if m.role in ('user', 'assistant') %}### {{ m.role.title() }}: "
+    "{{ m.content }}\n{% endfor %}{% if messages[-1].role == 'user' %}### Assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("talk", "expected"),
+    [
+        (CALLED, [" Hello Paris\n", " Rome it is\n"]),
+        ((("system", "Be kind"), FIRST[1], *BOTH[2:]), [" Hello Paris\n", " Hello Rome\n"]),
+        ((("system", "Be kind"), FIRST[1]), [" Hello Paris\n"]),
+    ],
+)
+def test_answers_behind_others_than_users_hold_no_header(talk, expected):
+    assert spoken(ASKS_USERS, talk)[0] == expected
+    tokenizer = letters()
+    tokenizer.chat_template = ASKS_USERS
+    messages = turns(talk)["messages"]
+    fields = {"prompt": messages[:-1], "completion": messages[-1:]}
+    row = row_of(DatasetRecord("rows.jsonl:1", fields), "completion")
+    rendered = Conversations(tokenizer, learn_all=False).rendered(row)
+    assert [rendered.text[begin:end] for begin, end in rendered.learnt] == expected[-1:]
+
+
+def test_an_error_shows_nothing_of_what_is_said():
+    thinks = "{% for m in messages %}<|{{ m.role }}|>{{ m.reasoning }}{{ m.content }}{% endfor %}"
+    tokenizer = letters()
+    tokenizer.chat_template = thinks + ASKED + "<think>{% endif %}"
+    fields = turns(FIRST)
+    fields["messages"][1]["reasoning"] = "Which one?"
+    with pytest.raises(UserError, match="it asks by '<think>', and writes nothing there") as caught:
+        example(tokenizer, "chat", fields)
+    assert "Which" not in str(caught.value)
+
+
+def test_thoughts_that_end_with_the_word_of_a_header_are_learnt():
+    thinks = EACH.replace(
+        "m.content", "(m.reasoning ~ '</think>') * (m.role == 'assistant') ~ m.content"
+    )
+    tokenizer = letters()
+    tokenizer.chat_template = thinks + ASKED + "{% endif %}"
+    fields = turns(CALLED)
+    fields["messages"][1]["reasoning"] = ""
+    fields["messages"][3]["reasoning"] = "That is for the assistant"
+    row = row_of(DatasetRecord("rows.jsonl:1", fields), "chat")
+    rendered = Conversations(tokenizer, learn_all=False).rendered(row)
+    begin, end = rendered.learnt[-1]
+    assert rendered.text[begin:end].startswith("That is for the assistant</think>Rome it is")
+
+
+def test_a_template_that_changes_a_value_is_refused_with_what_to_do():
+    changes = "{% set found = [] %}{% if tools %}{% set _ = found.append(1) %}{% endif %}" + PLAIN
+    tokenizer = letters()
+    tokenizer.chat_template = changes
+    with pytest.raises(
+        UserError, match=r"'list' object is unsafe\. Correct chat_template"
+    ) as caught:
+        example(tokenizer, "chat", {**turns(FIRST), "tools": [WEATHER]})
+    assert caught.value.field == "rows.jsonl:1"
+    assert spoken(changes, FIRST)[0] == ["Hello Paris</s>\n"]
+
+
+# As Llama 4's: a turn that has a list of calls writes them, and is none of text.
+CALLING = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls is not defined and "
+    "m.function_call is not defined %}{{ m.content }}{% endif %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("none", [{"tool_calls": []}, {"tool_calls": "[]", "function_call": {}}])
+def test_a_list_of_no_calls_is_none(none):
+    tokenizer = letters()
+    tokenizer.chat_template = CALLING
+    fields = turns(FIRST)
+    expected = example(tokenizer, "chat", fields)
+    fields["messages"][1] |= none
+    rows = RowTokenizer(tokenizer, max_length=500)
+    assert rows.example(row_of(DatasetRecord("rows.jsonl:1", fields), "chat")) == expected
+    assert "calls" in rows.unlike_before
+
+
+# As SGLang's for DeepSeek V4: it knows thoughts, and writes them where a setting says so.
+THINKING = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if thinking and m.reasoning_content %}"
+    "{{ m.reasoning_content }}</think>{% endif %}{% if m.role == 'assistant' %}GENERATION"
+    "{{ m.content }}</s>END{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("marks", [("", ""), ("{% generation %}", "{% endgeneration %}")])
+@pytest.mark.parametrize("learn_all", [False, True])
+def test_thoughts_in_their_own_field_that_are_left_out_are_told(marks, learn_all):
+    template = THINKING.replace("GENERATION", marks[0]).replace("END", marks[1])
+    fields = turns(FIRST)
+    fields["messages"][1]["reasoning_content"] = "Which one?"
+    for settings in ({}, {"thinking": True}):
+        tokenizer = letters()
+        tokenizer.chat_template = template
+        rows = RowTokenizer(tokenizer, max_length=500, learn_all=learn_all)
+        given = {**fields, "chat_template_kwargs": settings}
+        rows.example(row_of(DatasetRecord("rows.jsonl:1", given), "chat"))
+        told = "1 answers are learnt without a part" in " ".join(rows.notes())
+        assert told == (not settings)
+
+
+def test_an_answer_whose_words_the_template_has_itself_is_refused_where_it_is_not_written():
+    judges = "Say yes or no.<|user|>{{ messages[0].content }}<|end|>\n<|assistant|>"
+    for learn_all in (False, True):
+        with pytest.raises(UserError, match=r"writes nothing of messages\[1\]"):
+            spoken(judges, (("user", "Paris?"), ("assistant", "yes")), learn_all=learn_all)

@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -26,6 +25,13 @@ from windrow_sidecar.finetune.data.rendered_turns import (
     words,
 )
 from windrow_sidecar.finetune.data.rendering import bounded, rendering, sized, without_comments
+from windrow_sidecar.finetune.data.row_fields import (
+    fields_of,
+    nothing_of,
+    reference,
+    said_in,
+    without,
+)
 
 # By which a template says itself what the assistant says.
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -97,6 +103,7 @@ class Conversations:
         if self._learn_all:
             text = self._text(row, row.turns)
             self._check_written(row, row.turns, text)
+            self._check_last(row)
             return Rendered(text, ((0, len(text)),), special=False)
         roles = [turn["role"] for turn in row.turns]
         turns = row.turns[: len(roles) - roles[::-1].index("assistant")]
@@ -108,23 +115,27 @@ class Conversations:
     def _behind_prompt(self, row: DatasetRow) -> Rendered:
         """Learn all that follows the prompt of a row, as TRL does of a preferred answer."""
         prompt = self._text(row, row.turns[: row.prompt_turns], prompt=True)
+        answer = row.turns[row.prompt_turns]
         whole = self._text(row, row.turns)
         self._check_written(row, row.turns, whole)
         if not whole.startswith(prompt):
             raise bad_row(
                 row.where,
                 "the model's chat template writes an answer otherwise than it asks for it"
-                f"{difference(prompt, whole, self._tokens)}",
+                f"{difference(prompt, whole, said_in(answer, self._counts), self._tokens)}",
                 "Set what the template needs for it in the row's `chat_template_kwargs`, or render "
                 "prompt and answers yourself and write them as text.",
             )
         said = end_of_content(whole, len(prompt), row.turns[-1]["content"])
         end = self._end_of_last(row, row.turns, whole, len(whole) if said is None else said)
-        return Rendered(whole, ((len(prompt), end),), special=False)
+        begin = len(prompt)
+        if row.turns[row.prompt_turns - 1]["role"] != "user":
+            begin = self._behind_header(row, answer, whole, begin)
+        return Rendered(whole, ((begin, end),), special=False)
 
     def _note_unread(self, row: DatasetRow) -> None:
         """Count fields that change nothing in the text: the template knows no such field."""
-        for name in _fields_of(row):
+        for name in fields_of(row):
             if name not in self._counts:
                 self._counts[name] = self._is_written(row, name)
             if not self._counts[name]:
@@ -132,9 +143,9 @@ class Conversations:
 
     def _is_written(self, row: DatasetRow, name: str) -> bool:
         """Return whether the template names a row's field, or writes another text without it."""
-        without = _without(row, name)
+        other = without(row, name)
         return name in self._template(row) or (
-            self._text(row, row.turns) != self._text(without, without.turns)
+            self._text(row, row.turns) != self._text(other, other.turns)
         )
 
     def _template(self, row: DatasetRow) -> str:
@@ -208,17 +219,18 @@ class Conversations:
             prompt = self._text(row, turns[:i], prompt=True)
             answered = whole if i + 1 == len(turns) else self._text(row, turns[: i + 1])
             if not answered.startswith(prompt):
-                why = why or difference(prompt, answered, self._tokens)
+                said_there = said_in(turn, self._counts)
+                why = why or difference(prompt, answered, said_there, self._tokens)
                 self.unasked += 1
                 self.first_unasked = self.first_unasked or row.where
                 continue
             begin = len(prompt)
             said = end_of_content(answered, begin, turn["content"])
             if said is None:
-                raise _nothing_of(row, i)
-            if turns[i - 1]["role"] == "assistant":
-                begin = self._behind_header(row, turns[: i + 1], answered, begin)
-            self._note_shortened(row, turn["content"], answered[begin:])
+                raise nothing_of(row, i)
+            if turns[i - 1]["role"] != "user":
+                begin = self._behind_header(row, turn, answered, begin)
+            self._note_shortened(row, turn, answered[begin:])
             end, last = len(answered), i + 1 == len(turns)
             if not last and self._leaves_out(row, turns[: i + 2], answered):
                 last = whole.startswith(answered)
@@ -247,17 +259,20 @@ class Conversations:
             )
         return Rendered(whole, tuple(learnt), special=False)
 
-    def _behind_header(
-        self, row: DatasetRow, turns: tuple[Fields, ...], answered: str, begin: int
-    ) -> int:
-        """Return where an answer behind another answer begins, without a header of its turn."""
-        roles = [turn["role"] for turn in turns]
-        at = next((i for i, role in enumerate(roles) if i and role == "assistant"), 0)
-        if roles[at - 1] == "assistant":  # no turn of somebody else shows what is asked by
+    def _behind_header(self, row: DatasetRow, turn: Fields, answered: str, begin: int) -> int:
+        """Return where an answer to another one than a user begins, without a header of its turn.
+
+        Some templates ask by a header behind a user's turn alone.
+        """
+        content = turn["content"]
+        if not words(answered[begin : answered.find(content.strip(), begin)]):
             return begin
-        prompt = self._text(row, turns[:at], prompt=True)
-        first = (prompt, self._text(row, turns[: at + 1]), turns[at]["content"])
-        found = behind_header(first, answered, begin, turns[-1]["content"], self._tokens)
+        found = begin
+        with suppress(UserError):  # the template wants other turns before an answer
+            first = reference(row.turns, turn)
+            asked = self._text(row, first[:-1], prompt=True)
+            shown = (asked, self._text(row, first), first[-1]["content"])
+            found = behind_header(shown, answered, begin, content, self._tokens)
         if found > begin:
             self.unlike_before = self.unlike_before or "headers between answers are not learnt"
         return found
@@ -282,11 +297,22 @@ class Conversations:
                 continue
             if end_of_content(text, 0, turn["content"]) is None:
                 if answer:
-                    raise _nothing_of(row, i)
+                    raise nothing_of(row, i)
                 self.unwritten += 1
                 self.first_unwritten = self.first_unwritten or row.where
             elif answer:
-                self._note_shortened(row, turn["content"], text)
+                self._note_shortened(row, turn, text)
+
+    def _check_last(self, row: DatasetRow) -> None:
+        """Refuse a row of whose last answer nothing is written, though its words are elsewhere."""
+        at = max(i for i, turn in enumerate(row.turns) if turn["role"] == "assistant")
+        written = True
+        with suppress(UserError):  # the template wants more turns than these
+            written = not at or self._text(row, row.turns[:at]) != self._text(
+                row, row.turns[: at + 1]
+            )
+        if not written:
+            raise nothing_of(row, at)
 
     def _leaves_out(self, row: DatasetRow, turns: tuple[Fields, ...], before: str) -> bool:
         """Return whether a template writes nothing of the last turn, another one than a user's.
@@ -299,11 +325,13 @@ class Conversations:
         self.first_unwritten = self.first_unwritten or row.where
         return True
 
-    def _note_shortened(self, row: DatasetRow, content: str, written: str) -> None:
+    def _note_shortened(self, row: DatasetRow, turn: Fields, written: str) -> None:
         """Count an answer that lacks words: templates leave out what was thought."""
-        if content.strip() not in written and words(content) - words(written) - {"think"}:
-            self.shortened += 1
-            self.first_shortened = self.first_shortened or row.where
+        for said in said_in(turn, self._counts):
+            if said.strip() not in written and words(said) - words(written) - {"think"}:
+                self.shortened += 1
+                self.first_shortened = self.first_shortened or row.where
+                return
 
     def _end_of_turn(self, answered: str, other: str, said: int) -> int | None:
         """Return where a turn ends that two texts hold, and behind which each goes on its own way.
@@ -412,36 +440,3 @@ class Conversations:
         self.dates.add(made)
         self.unlike_before = "the template reads the clock"
         return made
-
-
-def _nothing_of(row: DatasetRow, place: int) -> UserError:
-    return bad_row(
-        row.where,
-        f"the model's chat template writes nothing of messages[{place}], which the assistant says",
-        "Use a template that takes `content` as text, or render the rows yourself and set "
-        "spec.dataset.format to completion.",
-    )
-
-
-def _fields_of(row: DatasetRow) -> set[str]:
-    """Return what a row gives the template besides roles and contents; nothing of what is empty."""
-    known = ("role", "content", "weight")
-    found = {
-        key
-        for turn in row.turns
-        for key, value in turn.items()
-        if key not in known and value not in ("", [], {})
-    }
-    return found | row.template_settings.keys() | ({"tools"} if row.tools else set())
-
-
-def _without(row: DatasetRow, name: str) -> DatasetRow:
-    def left(fields: Fields) -> Fields:
-        return {key: value for key, value in fields.items() if key != name}
-
-    return replace(
-        row,
-        turns=tuple(left(turn) for turn in row.turns),
-        tools=None if name == "tools" else row.tools,
-        template_settings=left(row.template_settings),
-    )

@@ -57,12 +57,23 @@ def outside(text: str, at: int, tokens: Sequence[str]) -> int:
     return at
 
 
-def difference(asked: str, written: str, tokens: Sequence[str]) -> str:
-    """Show what a template asks by and does not write, from the begin of a token or word."""
+def difference(asked: str, written: str, said: Sequence[str], tokens: Sequence[str]) -> str:
+    """Show what a template asks by and what it writes before an answer, from a token or word on.
+
+    Nothing of `said`, the parts of the answer, is shown.
+    """
     at = shared(asked, written)
-    differs = asked[min(outside(asked, at, tokens), outside(written, at, tokens)) :]
-    shown = differs if len(differs) <= _SHOWN else f"{differs[:_SHOWN]}..."
-    return f" (it asks by {shown!r}, and writes something else there)"
+    begin = min(outside(asked, at, tokens), outside(written, at, tokens))
+    found = (written.find(part.strip(), begin) for part in said if part.strip())
+    shown = "something else"
+    if ends := [end for end in found if end >= 0]:
+        there = written[begin : min(ends)]
+        shown = repr(_shown(there)) if there else "nothing"
+    return f" (it asks by {_shown(asked[begin:])!r}, and writes {shown} there)"
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def behind_header(
@@ -70,13 +81,12 @@ def behind_header(
 ) -> int:
     """Return where an answer begins behind a header that the template has not asked by.
 
-    Some templates ask by no header behind an answer, and write one before the next answer: it is
-    no part of what is said. Where none is written, the answer begins at `begin`.
+    Some templates ask by no header behind an answer or a tool's turn, and write one before the next
+    answer: it is no part of what is said. Where none is written, the answer begins at `begin`.
 
     Args:
-        first: the prompt of an answer to a turn of somebody else, the text that ends with it, and
-            its content.
-        text: the text that ends with the answer behind an answer.
+        first: the prompt of an answer to a user, the text that ends with it, and its content.
+        text: the text that ends with an answer to another turn.
         begin: where its prompt ends.
         content: what it says.
         tokens: see `tokens_of`.
@@ -87,5 +97,6 @@ def behind_header(
     at = text.find(content.strip(), begin) - len(led)
     if at <= begin or not text.startswith(led, at):
         return begin
-    last = re.findall(r"\w+", answered[:header])[-1:]
-    return at if last and last == re.findall(r"\w+", text[begin:at])[-1:] else begin
+    # What was thought may end with a header's word, and not as the header does.
+    last = re.search(r"\w+\W*$", answered[:header])
+    return at if last and text[begin:at].endswith(last[0]) else begin

@@ -72,7 +72,12 @@ def rendering(row: DatasetRow, template: str) -> Iterator[None]:
     Raises:
         UserError: it failed; `field` is the row's place, or the model's where no row could do.
     """
-    from jinja2.exceptions import TemplateError, TemplateSyntaxError, UndefinedError
+    from jinja2.exceptions import (
+        SecurityError,
+        TemplateError,
+        TemplateSyntaxError,
+        UndefinedError,
+    )
 
     try:
         yield
@@ -90,6 +95,13 @@ def rendering(row: DatasetRow, template: str) -> Iterator[None]:
             f"the model's chat template refuses the turns: {error}",
             "Write what it asks for into the row's turns or `chat_template_kwargs`, or correct the "
             "template.",
+        ) from error
+    except SecurityError as error:
+        raise bad_row(
+            row.where,
+            f"the model's chat template refuses the turns: {str(error).rstrip('.')}",
+            "Correct chat_template.jinja in the model's folder: templates run where no value can "
+            "be changed, here as in servers.",
         ) from error
     except (
         *(TemplateError, TypeError, ValueError, LookupError),

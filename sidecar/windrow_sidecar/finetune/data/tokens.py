@@ -57,7 +57,7 @@ class RowTokenizer:
             stops=tuple(tokenizer.convert_ids_to_tokens(sorted(self._stops))),
         )
         self._endless, self._first_endless = 0, ""
-        self._pruned = 0  # rows of which nulls were left out
+        self._pruned = 0  # rows of which nulls, or lists of no calls, were left out
         self._as_served, self._first_as_served = 0, ""
         # What the tokenizer puts before a text, and rows that have it already.
         self._begin = _put_before(tokenizer)
@@ -194,7 +194,11 @@ class RowTokenizer:
             return "tools are written as servers take them"
         if self._begun:
             return "a BOS that a row has already is not put before it again"
-        return "nulls of other rows' tools are left out" if self._pruned else ""
+        return (
+            "nulls of other rows' tools, and lists of no calls, are left out"
+            if self._pruned
+            else ""
+        )
 
     def _of_endless(self) -> str:
         learnt = f"nothing teaches the model to stop in {self._endless} rows"

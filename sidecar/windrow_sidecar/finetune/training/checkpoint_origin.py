@@ -11,7 +11,7 @@ import torch
 from windrow.crd import FinetuneJobSpec
 
 # How rows become tokens; 0: as checkpoints say that were written before there was a number.
-READING = 2
+READING = 3
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 # Where the job has a setting.
 _SETTINGS = {
