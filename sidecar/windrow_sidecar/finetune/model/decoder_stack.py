@@ -61,6 +61,18 @@ CALLS_KEPT = 64
 _PROBE = 6
 
 
+def drop_broken_backward() -> None:
+    """Free what autograd keeps of a backward that has ended in an error, in the calling thread.
+
+    Without a thread of the device, the nodes that were still to come wait in this thread's own
+    queue, with all that they have saved, until the next backward takes them out. So one runs here,
+    of a number.
+    """
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        number = torch.zeros((), requires_grad=True)
+        torch.autograd.backward((number * 1,))
+
+
 class DecoderStack:
     """The decoder layers of a causal language model, each callable alone.
 
@@ -300,6 +312,7 @@ class DecoderStack:
                 ):
                     torch.autograd.backward((graph.edge,), (gradient,))
         except BaseException:
+            drop_broken_backward()
             at.graphs[layer].append(Forgotten(window))
             raise
         if layer > 0 and graph.leaf.grad is not None:
