@@ -366,13 +366,13 @@ def _check_finetune(given: argparse.Namespace, *, in_pod: bool) -> None:
         return
     if not given.finetune_job:
         raise UserError(
-            "there is no job, and no sidecar that could send one",
+            "no job is named, and no sidecar sends one",
             field="--finetune",
             remedy=f"Add --finetune-job FILE, or set {ENV_RUN_DIR}.",
         )
     if given.finetune_objective is None:
         raise UserError(
-            "there is no objective for decode to keep",
+            "decode has no objective to keep",
             field="--finetune-objective",
             remedy="Give the time per output token, for example --finetune-objective 40ms.",
         )
@@ -434,7 +434,7 @@ def _check_unused(given: argparse.Namespace, *, in_pod: bool) -> None:
     ):
         if value is not None:
             raise UserError(
-                "the sidecar of this pod sends the policy" if in_pod else "there is no job",
+                "the sidecar of this pod sends the policy" if in_pod else "no job is named",
                 field=field,
                 remedy="Leave it out." if in_pod else "Add --finetune-job FILE, or leave it out.",
             )

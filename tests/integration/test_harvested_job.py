@@ -12,15 +12,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.examplejob import MODEL, pod_job
 
 from windrow.eventlog import StepEvent, TaskletEvent, read_events
 from windrow.proto import attach_pb2
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR
 from windrow_sidecar.testing.attached_operator import AttachedOperator, until
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "models" / "windrow-tiny"
-ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
 Event = attach_pb2.JobEvent
 
 pytestmark = [
@@ -33,19 +31,8 @@ pytestmark = [
 
 
 def job(folder: Path) -> dict:
-    return {
-        "model": {"name": str(MODEL)},
-        "dataset": {"source": str(ROWS), "format": "chat", "evalFraction": 0.05},
-        "adapter": {"type": "lora", "lora": {"rank": 4, "alpha": 8}},
-        "training": {
-            "maxSteps": 6,
-            "batchSize": 4,
-            "maxSequenceLength": 256,
-            "learningRate": "2e-3",
-        },
-        "checkpoint": {"everySteps": 3},
-        "output": {"destination": str(folder / "adapters")},
-    }
+    sizes = {"maxSteps": 6, "batchSize": 4, "maxSequenceLength": 256}
+    return pod_job(folder, every_steps=3, dataset={"evalFraction": 0.05}, **sizes)
 
 
 def start(words: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:

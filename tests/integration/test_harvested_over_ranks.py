@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from support.examplejob import MODEL, pod_job
 from waiting import is_running
 
 from windrow.eventlog import StepEvent, TaskletEvent, read_events
@@ -23,9 +24,6 @@ from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR
 from windrow_sidecar.engines.weight_files import read_header
 from windrow_sidecar.testing.attached_operator import AttachedOperator, until
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "models" / "windrow-tiny"
-ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
 Event = attach_pb2.JobEvent
 POLICY = {
     "name": "chat",
@@ -47,20 +45,8 @@ pytestmark = [
 
 
 def job(folder: Path, **training: int) -> dict:
-    return {
-        "model": {"name": str(MODEL)},
-        "dataset": {"source": str(ROWS), "format": "chat"},
-        "adapter": {"type": "lora", "lora": {"rank": 4, "alpha": 8}},
-        "training": {
-            "maxSteps": 3,
-            "batchSize": 2,
-            "maxSequenceLength": 128,
-            "learningRate": "2e-3",
-            **training,
-        },
-        "checkpoint": {"everySteps": 1},
-        "output": {"destination": str(folder / "adapters")},
-    }
+    usual = {"maxSteps": 3, "batchSize": 2, "maxSequenceLength": 128}
+    return pod_job(folder, every_steps=1, **(usual | training))
 
 
 def start(words: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:

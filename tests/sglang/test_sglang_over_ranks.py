@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from support.sglang_pods import ROWS, events_of, start_agent
+from support.examplejob import pod_job
+from support.sglang_pods import events_of, start_agent
 from support.sglang_servers import (
     MODEL,
     OVER_RANKS,
@@ -42,20 +43,8 @@ pytestmark = [
 
 
 def job(folder: Path, **training: int) -> dict:
-    return {
-        "model": {"name": str(MODEL)},
-        "dataset": {"source": str(ROWS), "format": "chat"},
-        "adapter": {"type": "lora", "lora": {"rank": 4, "alpha": 8}},
-        "training": {
-            "maxSteps": 3,
-            "batchSize": 2,
-            "maxSequenceLength": 128,
-            "learningRate": "2e-3",
-            **training,
-        },
-        "checkpoint": {"everySteps": 1},
-        "output": {"destination": str(folder / "adapters")},
-    }
+    usual = {"maxSteps": 3, "batchSize": 2, "maxSequenceLength": 128}
+    return pod_job(folder, every_steps=1, **(usual | training))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,23 @@ from windrow_sidecar.finetune.job.assembly import JobSpec
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "windrow-tiny"
 ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
+
+
+def pod_job(
+    folder: Path, *, every_steps: int, dataset: Mapping[str, Any] | None = None, **training: Any
+) -> dict[str, Any]:
+    """Return the spec of a job that the operator assigns to a pod; it writes below `folder`.
+
+    `every_steps`: between checkpoints; `dataset`, `training`: further options of both.
+    """
+    return {
+        "model": {"name": str(MODEL)},
+        "dataset": {"source": str(ROWS), "format": "chat", **(dataset or {})},
+        "adapter": {"type": "lora", "lora": {"rank": 4, "alpha": 8}},
+        "training": {"learningRate": "2e-3", **training},
+        "checkpoint": {"everySteps": every_steps},
+        "output": {"destination": str(folder / "adapters")},
+    }
 
 
 def example_job(folder: Path, *, rows: int = 12, **training: Any) -> JobSpec:

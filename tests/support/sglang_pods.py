@@ -7,31 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.sglang_servers import MODEL, ROOT
+from support.examplejob import pod_job
 
 from windrow.eventlog import read_events
 from windrow_sidecar.testing.attached_operator import AttachedOperator
 
-ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
 TOKENS = 48
 QUESTIONS = ["The for statement", "A list is", "To open a file", "When an exception is raised"]
 
 
 def job(folder: Path) -> dict:
-    return {
-        "model": {"name": str(MODEL)},
-        "dataset": {"source": str(ROWS), "format": "chat", "evalFraction": 0.05},
-        "adapter": {"type": "lora", "lora": {"rank": 4, "alpha": 8}},
-        "training": {
-            # As many as two stops need, on a fast machine too.
-            "maxSteps": 24,
-            "batchSize": 4,
-            "maxSequenceLength": 256,
-            "learningRate": "2e-3",
-        },
-        "checkpoint": {"everySteps": 4},
-        "output": {"destination": str(folder / "adapters")},
-    }
+    # As many steps as two stops need, on a fast machine too.
+    sizes = {"maxSteps": 24, "batchSize": 4, "maxSequenceLength": 256}
+    return pod_job(folder, every_steps=4, dataset={"evalFraction": 0.05}, **sizes)
 
 
 def start_agent(

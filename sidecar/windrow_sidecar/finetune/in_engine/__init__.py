@@ -1,1 +1,1 @@
-"""Finetuning in the process of the built-in engine: one thread, which decode lends the device."""
+"""Finetuning in the process of an engine: one thread, which decode lends the device."""

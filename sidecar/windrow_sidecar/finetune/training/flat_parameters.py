@@ -63,8 +63,11 @@ class FlatParameters:
         """Return what an optimizer holds for `whole` for each member: a part of it, or all.
 
         Args:
-            held: of the shape of `whole`, or of another one, such as a count of steps, []; of that
+            held: [elements], as `whole`, or of another shape, such as a count of steps, []; of that
                 each gets a copy.
+
+        Returns:
+            one tensor for each member: [...] in its shape, or of the shape of `held`.
         """
         if self.is_alone:
             return [held]
