@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -84,7 +84,13 @@ def parser() -> _Parser:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    for adds in (_add_model, _add_serving, _add_memory, _add_profile, _add_finetune):
+        adds(parser.add_argument)
+    return parser
+
+
+def _add_model(add: Callable[..., object]) -> None:
+    """Add what is said of the model, and of how it is computed."""
     add("--model-path", "--model", type=Path, required=True, help="a transformers checkpoint")
     add("--served-model-name", default="", help="default: the model path")
     add(
@@ -114,6 +120,10 @@ def parser() -> _Parser:
         help="of the static step; auto: torch on the host, triton on a GPU where it can launch a "
         "kernel, else torch",
     )
+
+
+def _add_serving(add: Callable[..., object]) -> None:
+    """Add what is said of requests."""
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=30000)
     add("--disaggregation-mode", choices=["null", "decode"], default="null")
@@ -149,6 +159,10 @@ def parser() -> _Parser:
         default=128,
         help="room that admission keeps for each request to grow into (%(default)s)",
     )
+
+
+def _add_memory(add: Callable[..., object]) -> None:
+    """Add what is said of memory, and of cores."""
     add("--arena-bytes", type=n_bytes, help="memory for KV (192MiB; on a GPU 16GiB)")
     add("--block-bytes", type=n_bytes, help="K or V of a layer in a chunk (128KiB; on a GPU 2MiB)")
     add(
@@ -171,6 +185,10 @@ def parser() -> _Parser:
         default=0,
         help="threads of a step at most (default: tried out, up to one for each core)",
     )
+
+
+def _add_profile(add: Callable[..., object]) -> None:
+    """Add what is said of what decode learns of itself."""
     add(
         "--profile",
         choices=["none", "roofline", "quick", "full"],
@@ -193,6 +211,10 @@ def parser() -> _Parser:
         default=[],
         help="harvest with a protection off: for tests and benchmarks that show what it is for",
     )
+
+
+def _add_finetune(add: Callable[..., object]) -> None:
+    """Add what is said of jobs."""
     add(
         "--finetune",
         choices=["process", "in-engine", "fused"],
@@ -228,7 +250,6 @@ def parser() -> _Parser:
         help="with --weights-budget: what a request may wait for finetuning, all its tokens "
         "together, for example 30s (0.4s)",
     )
-    return parser
 
 
 def _seconds(text: str) -> float:
@@ -313,14 +334,7 @@ def _check_ranks(given: argparse.Namespace) -> None:
             "rates of one rank say nothing of several",
         ),
     )
-    for field, refused, problem in asked:
-        if refused:
-            raise UserError(
-                problem,
-                field=field,
-                remedy="Leave it out, or use --tp-size 1.",
-                reason="TensorParallelUnsupported",
-            )
+    _refuse(asked, "Leave it out, or use --tp-size 1.", reason="TensorParallelUnsupported")
 
 
 def _check_profile(given: argparse.Namespace, *, in_pod: bool) -> None:
@@ -381,16 +395,13 @@ def _check_finetune(given: argparse.Namespace, *, in_pod: bool) -> None:
 def _check_streamed(given: argparse.Namespace) -> None:
     """Refuse what streamed layers cannot do, before anything is loaded."""
     if given.weights_budget is None:
-        for field, value, problem in (
-            ("--weights-rate", given.weights_rate, "there is nothing to slow down"),
-            ("--finetune-deferral", given.finetune_deferral, "no pass carries a finetune batch"),
-        ):
-            if value is not None:
-                raise UserError(
-                    f"all weights stay in memory: {problem}",
-                    field=field,
-                    remedy="Add --weights-budget, or leave it out.",
-                )
+        slowed, deferred = given.weights_rate is not None, given.finetune_deferral is not None
+        why = "all weights stay in memory: "
+        unused = (
+            ("--weights-rate", slowed, f"{why}there is nothing to slow down"),
+            ("--finetune-deferral", deferred, f"{why}no pass carries a finetune batch"),
+        )
+        _refuse(unused, "Add --weights-budget, or leave it out.")
         return
     if given.weights_budget == 0:
         raise UserError(
@@ -414,27 +425,26 @@ def _check_streamed(given: argparse.Namespace) -> None:
         ),
         ("--weights-rate", given.weights_rate == 0, "0 bytes a second bring no layer"),
     )
-    for field, refused, problem in asked:
-        if refused:
-            raise UserError(
-                problem,
-                field=field,
-                remedy="Leave it out, or leave out --weights-budget.",
-                reason="StreamingUnsupported",
-            )
+    remedy = "Leave it out, or leave out --weights-budget."
+    _refuse(asked, remedy, reason="StreamingUnsupported")
 
 
 def _check_unused(given: argparse.Namespace, *, in_pod: bool) -> None:
     """Refuse what is said of a job where the command line names none: it would change nothing."""
     if given.finetune_job:
         return
-    for field, value in (
-        ("--finetune-objective", given.finetune_objective),
-        ("--finetune-policy", given.finetune_policy),
-    ):
-        if value is not None:
-            raise UserError(
-                "the sidecar of this pod sends the policy" if in_pod else "no job is named",
-                field=field,
-                remedy="Leave it out." if in_pod else "Add --finetune-job FILE, or leave it out.",
-            )
+    problem = "the sidecar of this pod sends the policy" if in_pod else "no job is named"
+    unused = (
+        ("--finetune-objective", given.finetune_objective is not None, problem),
+        ("--finetune-policy", given.finetune_policy is not None, problem),
+    )
+    _refuse(unused, "Leave it out." if in_pod else "Add --finetune-job FILE, or leave it out.")
+
+
+def _refuse(
+    asked: Iterable[tuple[str, bool, str]], remedy: str, *, reason: str = "InvalidSpec"
+) -> None:
+    """Raise UserError for the first flag that is refused; `asked`: flag, whether, the problem."""
+    for field, refused, problem in asked:
+        if refused:
+            raise UserError(problem, field=field, remedy=remedy, reason=reason)

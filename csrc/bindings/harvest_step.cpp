@@ -90,7 +90,7 @@ class HookSurroundings : public StepSurroundings {
   }
 
   void set_self(nb::handle self) { self_ = self; }
-  virtual int traverse(visitproc visit, void* arg) = 0;
+  virtual int traverse(visitproc /*visit*/, void* /*arg*/) { return 0; }
 
  private:
   nb::handle self_;  // borrowed: it holds us
@@ -132,70 +132,56 @@ class ArenaSurroundings : public HookSurroundings {
   std::shared_ptr<SharedPage> page_;
 };
 
-// Chunks of an object of Python with an arena's calls.
-class PythonChunks {
+// Surroundings whose chunks are those of an object of Python with an arena's calls.
+template <class Base>
+class PythonChunks : public Base {
  public:
-  explicit PythonChunks(nb::object object) : object_(std::move(object)) {}
+  template <class... Args>
+  explicit PythonChunks(nb::object chunks, Args&&... of_base)
+      : Base(std::forward<Args>(of_base)...), chunks_(std::move(chunks)) {}
 
-  Counts counts() {
-    const auto found = nb::cast<nb::tuple>(object_.attr("counts")());
+  Counts counts() override {
+    const auto found = nb::cast<nb::tuple>(chunks_.attr("counts")());
     Counts counts{};
     for (std::size_t i = 0; i < counts.size(); ++i) {
       counts[i] = nb::cast<std::int64_t>(found[i]);
     }
     return counts;
   }
-  std::int64_t set_reserve(std::int64_t chunks) {
-    return nb::cast<std::int64_t>(object_.attr("set_reserve")(chunks));
+  std::int64_t set_reserve(std::int64_t chunks) override {
+    return nb::cast<std::int64_t>(chunks_.attr("set_reserve")(chunks));
   }
-  std::int64_t lend(std::int64_t chunks, std::int64_t owner) {
+  std::int64_t lend(std::int64_t chunks, std::int64_t owner) override {
     return static_cast<std::int64_t>(
-        nb::len(object_.attr("lend")(chunks, nb::arg("owner") = owner)));
+        nb::len(chunks_.attr("lend")(chunks, nb::arg("owner") = owner)));
   }
-  std::int64_t revoke(std::int64_t chunks) {
-    return static_cast<std::int64_t>(nb::len(object_.attr("revoke")(chunks)));
+  std::int64_t revoke(std::int64_t chunks) override {
+    return static_cast<std::int64_t>(nb::len(chunks_.attr("revoke")(chunks)));
   }
-  std::int64_t reclaim(std::int64_t owner) {
-    return nb::cast<std::int64_t>(object_.attr("reclaim")(owner));
+  std::int64_t reclaim(std::int64_t owner) override {
+    return nb::cast<std::int64_t>(chunks_.attr("reclaim")(owner));
   }
-  bool has_peers() { return nb::len(object_.attr("peers")()) > 0; }
-  [[nodiscard]] const nb::object& object() const { return object_; }
+  bool has_peers() override { return nb::len(chunks_.attr("peers")()) > 0; }
+  int traverse(visitproc visit, void* arg) override {
+    Py_VISIT(chunks_.ptr());
+    return Base::traverse(visit, arg);
+  }
 
  private:
-  nb::object object_;
+  nb::object chunks_;
 };
 
 // An arena and its page in real time, whose chunks a group of ranks lends: what becomes of them is
 // decided by an object of Python, since every rank has to do the same.
-class GroupSurroundings final : public ArenaSurroundings {
- public:
-  GroupSurroundings(nb::object arena, nb::object chunks)
-      : ArenaSurroundings(std::move(arena)), chunks_(std::move(chunks)) {}
+using GroupSurroundings = PythonChunks<ArenaSurroundings>;
 
-  Counts counts() override { return chunks_.counts(); }
-  std::int64_t set_reserve(std::int64_t chunks) override { return chunks_.set_reserve(chunks); }
-  std::int64_t lend(std::int64_t chunks, std::int64_t owner) override {
-    return chunks_.lend(chunks, owner);
-  }
-  std::int64_t revoke(std::int64_t chunks) override { return chunks_.revoke(chunks); }
-  std::int64_t reclaim(std::int64_t owner) override { return chunks_.reclaim(owner); }
-  bool has_peers() override { return chunks_.has_peers(); }
-  int traverse(visitproc visit, void* arg) override {
-    Py_VISIT(chunks_.object().ptr());
-    return ArenaSurroundings::traverse(visit, arg);
-  }
-
- private:
-  PythonChunks chunks_;
-};
-
-// Objects of Python with an arena's methods and a clock of their own, as a simulation has them.
+// An object of Python with an arena's methods and a clock of its own, as a simulation has them.
 // Nobody there reads a view or falls silent.
-class SimulatedSurroundings final : public HookSurroundings {
+class SimulatedSurroundings final : public PythonChunks<HookSurroundings> {
  public:
-  SimulatedSurroundings(nb::object arena, nb::object clock, nb::object grant_type)
-      : page_(arena.attr("page")),
-        chunks_(std::move(arena)),
+  SimulatedSurroundings(const nb::object& arena, nb::object clock, nb::object grant_type)
+      : PythonChunks(arena),
+        page_(arena.attr("page")),
         clock_(std::move(clock)),
         grant_type_(std::move(grant_type)) {}
 
@@ -209,24 +195,14 @@ class SimulatedSurroundings final : public HookSurroundings {
     return record_of<Offer>(nb::cast<nb::tuple>(page_.attr("read_offer")()));
   }
   std::int64_t worker_age_ns() override { return 0; }
-  Counts counts() override { return chunks_.counts(); }
-  std::int64_t set_reserve(std::int64_t chunks) override { return chunks_.set_reserve(chunks); }
-  std::int64_t lend(std::int64_t chunks, std::int64_t owner) override {
-    return chunks_.lend(chunks, owner);
-  }
-  std::int64_t revoke(std::int64_t chunks) override { return chunks_.revoke(chunks); }
-  std::int64_t reclaim(std::int64_t owner) override { return chunks_.reclaim(owner); }
-  bool has_peers() override { return chunks_.has_peers(); }
   int traverse(visitproc visit, void* arg) override {
-    Py_VISIT(chunks_.object().ptr());
     Py_VISIT(page_.ptr());
     Py_VISIT(clock_.ptr());
-    return 0;
+    return PythonChunks::traverse(visit, arg);
   }
 
  private:
   nb::object page_;
-  PythonChunks chunks_;
   nb::object clock_;
   nb::object grant_type_;
 };
@@ -237,9 +213,9 @@ std::unique_ptr<HookSurroundings> surroundings_of(nb::object arena, nb::object c
     return std::make_unique<ArenaSurroundings>(std::move(arena));
   }
   if (clock.is_none()) {
-    return std::make_unique<GroupSurroundings>(std::move(arena), std::move(chunks));
+    return std::make_unique<GroupSurroundings>(std::move(chunks), std::move(arena));
   }
-  return std::make_unique<SimulatedSurroundings>(std::move(arena), std::move(clock), grant_type);
+  return std::make_unique<SimulatedSurroundings>(arena, std::move(clock), grant_type);
 }
 
 class BoundStep {
