@@ -171,6 +171,25 @@ def test_a_job_goes_on_from_the_checkpoint_that_it_names_until_it_has_its_own(
     assert (other.newest().position.step, other.newest().is_named) == (5, False)
 
 
+def test_a_job_keeps_the_server_whose_requests_its_rows_are_rendered_as(store, folder):
+    assert folder.served_by("sglang-0.5.22") == "sglang-0.5.22"
+    assert folder.served_by("sglang-0.5.23") == "sglang-0.5.23"  # nothing is learnt yet
+    folder.save(Position(1), TENSORS, keep=3)
+    assert folder.served_by("vllm") == "sglang-0.5.23"
+    other = store.other(JOB)
+    other.claim()
+    assert other.served_by("vllm") == "sglang-0.5.23"
+    assert folder.served_by("vllm", insisted=True) == folder.served_by("transformers") == "vllm"
+
+
+def test_rows_of_a_job_that_began_before_there_were_forms_stay_as_they_are(store, folder):
+    folder.save(Position(1), TENSORS, keep=3)
+    assert folder.served_by("sglang-0.5.23") == "transformers"
+    other = store.other(JOB)
+    other.claim()
+    assert other.served_by("sglang-0.5.23") == "transformers"
+
+
 @pytest.mark.parametrize("named", ["nothing", FIRST])
 def test_a_checkpoint_that_is_named_and_not_there_is_refused_before_anything_is_loaded(
     store, folder, named

@@ -10,6 +10,7 @@ from windrow.crd.texts import OBJECT_NAME, Source, Text, takes_credentials
 from windrow.crd.values import NAME_MAX, Record, cel, invalid
 from windrow.redaction import redacted
 from windrow.rows import READ
+from windrow.served_chats import Server
 
 
 class SecretRef(Record):
@@ -93,6 +94,13 @@ class DatasetSpec(Record):
         default="train",
         description="Where files of a directory name splits (train-00000-of-00002.parquet, "
         "train/part.jsonl): which of them to read.",
+    )
+    served_by: Server | None = Field(
+        default=None,
+        description="The server that will serve the adapter. Chat rows get the form in which it "
+        "gives requests to its chat template, with the fields that it adds to tools and without "
+        "those that it leaves out. transformers: rows as they are. Left out: the engine of the "
+        "slot where the job begins; without a slot, transformers.",
     )
     bad_rows: Literal["fail", "skip"] = Field(
         default="fail",

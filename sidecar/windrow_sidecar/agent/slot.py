@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 from windrow.conditions import Reason
 from windrow.proto import agent_pb2, attach_pb2
+from windrow.served_chats import server_of
 from windrow_sidecar import _core
 from windrow_sidecar.agent.channel import OutgoingQueue
 from windrow_sidecar.agent.forking import ForkServer
@@ -106,6 +107,7 @@ class AgentSlot:
             worker_changed=self._worker_changed,
             why_paused=lambda: self.stats.paused,
             end_gpu_work=end_gpu_work,
+            engine=self._server_of_chats,
         )
         self._preparing: asyncio.Task[None] | None = None
         self._showing: asyncio.Task[None] | None = None
@@ -133,6 +135,10 @@ class AgentSlot:
         self._tell_who_lives()
         await self._enter_arena()
         self._prepare()
+
+    def _server_of_chats(self) -> str:
+        hello = self.hello
+        return "" if hello is None else server_of(hello.engine, hello.engine_version)
 
     def _devices(self, hello: agent_pb2.EngineHello) -> WorkerDevices:
         """Return what of the pod's devices workers are shown: where there are more, decode's."""

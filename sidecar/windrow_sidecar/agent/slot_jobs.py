@@ -30,6 +30,7 @@ class SlotJobs:
         worker_changed: called when a worker has been started or reaped.
         why_paused: says why decode lets the worker wait; empty: it does not.
         end_gpu_work: of a worker's process, before it is killed.
+        engine: says which server of chats decode is (see `write_job`).
 
     Attributes:
         runs: those that go on, and the last that have ended, oldest first.
@@ -50,12 +51,13 @@ class SlotJobs:
         worker_changed: Callable[[], None],
         why_paused: Callable[[], str],
         end_gpu_work: EndGpuWork | None = None,
+        engine: Callable[[], str] = str,
     ) -> None:
         self._settings, self._index, self._outbox = settings, index, outbox
         self._why_paused = why_paused
         self._standby, self._refuses_all = standby, refuses_all
         self._max_jobs, self._worker_changed = max_jobs, worker_changed
-        self._end_gpu_work = end_gpu_work
+        self._end_gpu_work, self._engine = end_gpu_work, engine
         self.runs: list[JobRun] = []
         self.worker_starts = 0
         self.harvested_tokens: Counter[str] = Counter()
@@ -124,6 +126,7 @@ class SlotJobs:
                 self._index,
                 on_exit=self._worker_exited,
                 end_gpu_work=self._end_gpu_work,
+                engine=self._engine,
             )
             run = self._make_run(assign, self._supervisor)
             await self._supervisor.start(run, self._standby)

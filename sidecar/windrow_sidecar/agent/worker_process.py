@@ -55,8 +55,10 @@ def worker_arguments(settings: AgentSettings, assign: attach_pb2.Assign) -> list
     ]
 
 
-def write_job(settings: AgentSettings, assign: attach_pb2.Assign) -> Path:
+def write_job(settings: AgentSettings, assign: attach_pb2.Assign, engine: str = "") -> Path:
     """Write a job's spec to its directory, where its worker looks for it; returns that directory.
+
+    `engine`: the server of chats that decode is, of `windrow.served_chats`; "": none.
 
     Raises:
         OSError: it cannot be written.
@@ -72,6 +74,7 @@ def write_job(settings: AgentSettings, assign: attach_pb2.Assign) -> Path:
         "epoch": assign.epoch,
         "spec": json.loads(assign.spec_json),
         "checkpoint": assign.checkpoint_path,
+        "engine": engine,
         "outputs": list(assign.outputs.trees) if assign.HasField("outputs") else None,
         "access": access_document(settings, assign.access) if assign.HasField("access") else None,
     }
@@ -145,9 +148,10 @@ class WorkerProcess:
         settings: AgentSettings,
         assign: attach_pb2.Assign,
         standby: Standby | None = None,
+        engine: str = "",
     ) -> WorkerProcess:
         """Write the job's spec to its directory and start the worker, the waiting one if it is."""
-        log = write_job(settings, assign) / WORKER_LOG
+        log = write_job(settings, assign, engine) / WORKER_LOG
         logs = WorkerLogs(settings.run_dir.of_slot(assign.slot), assign)
         process = standby.take(assign) if standby else None
         if process is None:

@@ -34,6 +34,7 @@ class WorkerSupervisor:
         slot: its index.
         on_exit: called once the process has been reaped, with how its last run ended.
         end_gpu_work: of the process, before it is killed.
+        engine: says which server of chats decode is (see `write_job`).
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class WorkerSupervisor:
         *,
         on_exit: Callable[[str], None],
         end_gpu_work: EndGpuWork | None = None,
+        engine: Callable[[], str] = str,
     ) -> None:
         self._settings, self._slot, self._on_exit = settings, slot, on_exit
-        self._end_gpu_work = end_gpu_work
+        self._end_gpu_work, self._engine = end_gpu_work, engine
         self._killing: asyncio.Task[None] | None = None
         self._turn_note = settings.run_dir.of_slot(slot).turn_note()
         self.runs: list[JobRun] = []
@@ -86,7 +88,9 @@ class WorkerSupervisor:
         assign = run.assign
         forget_turn(self._turn_note)
         try:
-            self._process = await WorkerProcess.start(self._settings, assign, standby)
+            self._process = await WorkerProcess.start(
+                self._settings, assign, standby, self._engine()
+            )
         except (OSError, ValueError) as error:
             await run.cannot_start(error)
             self._supervisor = asyncio.create_task(asyncio.sleep(0))
@@ -100,7 +104,7 @@ class WorkerSupervisor:
         self.runs.append(run)
         assign = run.assign
         try:
-            write_job(self._settings, assign)
+            write_job(self._settings, assign, self._engine())
         except (OSError, ValueError) as error:
             await run.cannot_start(error)
             return

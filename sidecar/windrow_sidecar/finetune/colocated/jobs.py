@@ -236,9 +236,9 @@ class WorkerJobs:
             folder = open_folder(job)
             with pending.job_state.stall.during(TAKING_FOLDER):
                 folder.claim()
+                job = job.of_folder(folder)
             if self._slot is None:
                 self._slot = self._open_slot()
-            job = replace(job, begun=folder.begun)
             read = self._read_apart(pending)
             context = self._slot.take(job, pending.job_state, read, tell=pending.agent.event)
             return self._job_handle(pending, self._slot, context, folder)

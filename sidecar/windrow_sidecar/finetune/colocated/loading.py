@@ -159,9 +159,10 @@ class Loading:
         folder = open_folder(job)
         with during(TAKING_FOLDER):
             folder.claim()
-        self._claimed = folder
+            self._claimed = folder
+            job = job.of_folder(folder)
         with during(READING):
-            of_job = replace(wanted, begun=folder.begun)
+            of_job = replace(wanted, begun=job.begun, served_by=job.served_by)
             rows = self._begin_rows(of_job).wait(self._job_state.stall.renew, self._pace)
         with during(VERIFYING):
             checkpoint = folder.newest()

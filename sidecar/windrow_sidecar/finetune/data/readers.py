@@ -29,6 +29,7 @@ from typing import IO, Any, Protocol
 
 from windrow.crd import DatasetSpec
 from windrow.errors import WindrowError
+from windrow.served_chats import PLAIN
 from windrow_sidecar.finetune.data import network_guard
 from windrow_sidecar.finetune.data.held_models import HeldModel
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
@@ -95,6 +96,8 @@ class RowsWanted:
         credentials: for the place where the rows are.
         access: what may be read.
         begun: the time that chat templates read (None: that of the reading).
+        served_by: the server whose requests chat rows are rendered as.
+        engine: the one that serves now; "": it takes no chats, or is not known.
         log: where the process that reads writes what it has to say of the rows (None: where the
             worker wrote when it began).
     """
@@ -108,6 +111,8 @@ class RowsWanted:
     credentials: Credentials = NO_CREDENTIALS
     access: SourceAccess = UNCONFINED
     begun: datetime | None = None
+    served_by: str = PLAIN
+    engine: str = ""
     log: Path | None = None
     of_hub: bool = False
 
@@ -342,6 +347,8 @@ def _outcome(wanted: RowsWanted, rows: int, alive: Callable[[], None]) -> Any:  
             max_length=wanted.max_length,
             learn_all=wanted.learn_all,
             now=wanted.begun,
+            served_by=wanted.served_by,
+            engine=wanted.engine,
         )
         if wanted.access.network is not None:
             network_guard.install().admit("rows", wanted.access.network)

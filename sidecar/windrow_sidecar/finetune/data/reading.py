@@ -19,6 +19,7 @@ from windrow_sidecar.finetune.data.preparation_budget import PreparationBudget
 from windrow_sidecar.finetune.data.reading_memory import bounded_memory
 from windrow_sidecar.finetune.data.records import read_records
 from windrow_sidecar.finetune.data.remote import Credentials
+from windrow_sidecar.finetune.data.request_form import rows_are
 from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
 from windrow_sidecar.finetune.data.split import (
     PAIR,
@@ -29,7 +30,7 @@ from windrow_sidecar.finetune.data.split import (
     weighted,
 )
 from windrow_sidecar.finetune.data.store import StoredRows, TokenFile
-from windrow_sidecar.finetune.data.tokens import RowTokenizer, rows_are
+from windrow_sidecar.finetune.data.tokens import RowTokenizer
 
 log = logging.getLogger(__name__)
 

@@ -11,19 +11,16 @@ from typing import Any
 
 from windrow.errors import UserError
 from windrow.rows import DatasetRow, bad_row
+from windrow.served_chats import PLAIN
 from windrow_sidecar.finetune.data.conversation import Conversations
 from windrow_sidecar.finetune.data.encoding import Rendered, encode
+from windrow_sidecar.finetune.data.request_form import RequestsOf, rows_are
 from windrow_sidecar.finetune.data.row_limit import bounded
 from windrow_sidecar.finetune.data.split import Example
 
 _NAMED = 10  # fields in one sentence
 # Of one row: tokenizers in Python do some 10^5 characters a second, those in Rust 10^6.
 _ENCODE_CPU_S, _ENCODED_PER_S = 10.0, 20_000
-
-
-def rows_are(count: int) -> str:
-    """Begin a sentence about so many rows."""
-    return "1 row is" if count == 1 else f"{count} rows are"
 
 
 class RowTokenizer:
@@ -38,6 +35,8 @@ class RowTokenizer:
         max_length: rows are cut to so many tokens.
         learn_all: prompts count as well.
         now: the time that chat templates read (default: that of the call).
+        served_by: the server whose requests chat rows are rendered as.
+        engine: the one that serves now; "": it takes no chats, or is not known.
     """
 
     def __init__(
@@ -47,7 +46,10 @@ class RowTokenizer:
         max_length: int,
         learn_all: bool = False,
         now: datetime | None = None,
+        served_by: str = PLAIN,
+        engine: str = "",
     ) -> None:
+        self._requests = RequestsOf(served_by, engine)
         self._tokenizer, self._max_length, self._learn_all = tokenizer, max_length, learn_all
         self._stops = stop_tokens(tokenizer)
         self._conversations = Conversations(
@@ -89,7 +91,7 @@ class RowTokenizer:
             UserError: the tokenizer has no chat template (`field` is then one of the spec); the
                 row is no text, or nothing to learn from is left (`field` is the row's place).
         """
-        rendered = self._conversations.rendered(row) if row.turns else self._plain(row)
+        rendered = self._chat(row) if row.turns else self._plain(row)
         self._pruned += row.pruned
         if row.as_served:
             self._as_served += 1
@@ -117,6 +119,21 @@ class RowTokenizer:
             if len(ids) > self._longest:
                 self._longest, self._longest_at = len(ids), row.where
         return made
+
+    def _chat(self, row: DatasetRow) -> Rendered:
+        served = self._requests.of(row)
+        try:
+            return self._conversations.rendered(served)
+        except UserError as refused:
+            bare = self._requests.tried_again(served, refused)
+            if bare is None:
+                raise
+            try:
+                rendered = self._conversations.rendered(bare)
+            except UserError:
+                raise refused from None
+            self._requests.note_bare(bare)
+            return rendered
 
     def notes(self) -> Iterator[str]:
         """Yield what is not learnt of the rows so far, in sentences."""
@@ -158,6 +175,7 @@ class RowTokenizer:
                 f"them, a function in `function`, parameters as an object (first "
                 f"{self._first_as_served})"
             )
+        yield from self._requests.notes()
         if self._conversations.unasked:
             yield (
                 f"{self._conversations.unasked} answers are not learnt: the model's chat template "

@@ -23,6 +23,7 @@ from windrow.crd import FINETUNE_JOB, FinetuneJobSpec, parse_job_spec
 from windrow.documents import read_document
 from windrow.errors import UserError
 from windrow.outputs import OWN_FOLDER, check_alone, check_within, folder_of, path_of
+from windrow.served_chats import PLAIN
 from windrow.sglang import own_rendering
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
@@ -62,6 +63,7 @@ from windrow_sidecar.finetune.recompute.checkpointed_layers import PlannedLayers
 from windrow_sidecar.finetune.tasklets import MicroLimits
 from windrow_sidecar.finetune.tensor_parallel.adapter import AdapterParts
 from windrow_sidecar.finetune.tensor_parallel.sharding import Sharding
+from windrow_sidecar.finetune.training.checkpoint import JobFolder
 from windrow_sidecar.finetune.training.checkpoint_origin import Origin
 from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
 from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, Schedule
@@ -84,6 +86,9 @@ class JobSpec:
         access: what may be read.
         checkpoint: that the job has to go on from, as the operator knows it; "": none is known.
         begun: when its folder was first claimed, on the clock of that machine; None: not yet.
+        engine: the server that the slot's engine is, of `windrow.served_chats`; "": it takes no
+            chats, is not known, or there is no slot.
+        rendered_for: the server whose requests its rows are rendered as; "": see `served_by`.
     """
 
     namespace: str
@@ -99,6 +104,23 @@ class JobSpec:
     checkpoint: str = ""
     access: SourceAccess = UNCONFINED
     begun: datetime | None = None
+    engine: str = ""
+    rendered_for: str = ""
+
+    @property
+    def served_by(self) -> str:
+        """The server whose requests rows are rendered as, where its folder does not say."""
+        return self.rendered_for or self.spec.dataset.served_by or self.engine or PLAIN
+
+    def of_folder(self, folder: JobFolder) -> JobSpec:
+        """Return it with what its folder, which is claimed, says of it.
+
+        Raises:
+            OSError, UserError: the folder does not.
+        """
+        insisted = self.spec.dataset.served_by is not None
+        served_by = folder.served_by(self.served_by, insisted=insisted)
+        return replace(self, begun=folder.begun, rendered_for=served_by)
 
     @property
     def destination(self) -> Path:
@@ -146,6 +168,7 @@ def read_job(path: Path, output: str | None = None) -> JobSpec:
         spec=parse_job_spec(document["spec"]),
         outputs=None if outputs is None else tuple(map(Path, outputs)),
         checkpoint=str(document.get("checkpoint") or ""),
+        engine=str(document.get("engine") or ""),
         access=SourceAccess.of(document.get("access"), outputs or (), namespace),
     )
 
@@ -188,6 +211,8 @@ def rows_wanted(job: JobSpec, base: BaseModel) -> RowsWanted:
         credentials=job.dataset_credentials,
         access=job.access,
         begun=job.begun,
+        served_by=job.served_by,
+        engine=job.engine,
         of_hub=base.of_hub,
     )
 
@@ -211,6 +236,8 @@ def read_examples(
         max_length=training.max_sequence_length,
         learn_all=training.loss == "all",
         now=job.begun,
+        served_by=job.served_by,
+        engine=job.engine,
     )
     limits = ModelLimits.of(base.config, prefix=prefix_tokens(job.spec))
     return read_dataset(
@@ -453,6 +480,9 @@ def without_effect(
             f"spec.training.maxSequenceLength is {training.max_sequence_length}, and the model has "
             f"{positions} positions: a row that is longer than these ends the job"
         )
+    form = spec.dataset.format
+    if spec.dataset.served_by is not None and form in ("text", "instruction"):
+        yield f"spec.dataset.servedBy has no effect: rows of the format {form} have no turns"
     if model.revision != "main" and Path(model.name).is_dir():
         yield f"spec.model.revision is {model.revision}: the folder {model.name} has none"
 

@@ -211,6 +211,25 @@ class BucketFolder(JobFolder):
             self._system.pipe_file(noted, now.isoformat().encode())
             return now
 
+    def served_by(self, wanted: str, *, insisted: bool = False) -> str:
+        """See `JobFolder.served_by`; the bucket keeps it.
+
+        Raises:
+            UserError, BucketSilent: see `claim`.
+        """
+        with self._asking():
+            return super().served_by(wanted, insisted=insisted)
+
+    def _noted(self, name: str) -> str:
+        try:
+            return str(self._system.cat_file(f"{self._url}/{name}").decode()).strip()
+        except (FileNotFoundError, UnicodeDecodeError):
+            return ""
+
+    def _note(self, name: str, line: str) -> None:
+        if self._noted(name) != line:
+            self._system.pipe_file(f"{self._url}/{name}", line.encode())
+
     def save(
         self,
         position: Position,

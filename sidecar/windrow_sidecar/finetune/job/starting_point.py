@@ -30,6 +30,7 @@ from windrow_sidecar.finetune.training.checkpoint import (
     FORMAT,
     MANIFEST,
     OWNER,
+    SERVED_BY,
     UNREADABLE,
     Checkpoint,
     check_room,
@@ -210,12 +211,23 @@ class NamedCheckpoint:
 
     def begun(self) -> datetime | None:
         """Return when its job first was; None: nobody has noted it."""
-        levels = 2 if self._place.rpartition("/")[2].startswith("step-") else 0
         try:
-            with self._files(self._place) as place:
-                return datetime.fromisoformat(place.read_above(levels, BEGUN).decode())
+            return datetime.fromisoformat(self._noted(BEGUN))
         except (OSError, ValueError, UserError):
             return None
+
+    def served_by(self) -> str:
+        """Return the server that its rows were rendered for; "": nobody has noted it."""
+        try:
+            return self._noted(SERVED_BY).strip()
+        except (OSError, ValueError, UserError):
+            return ""
+
+    def _noted(self, name: str) -> str:
+        """Return what the folder of its job keeps in a file."""
+        levels = 2 if self._place.rpartition("/")[2].startswith("step-") else 0
+        with self._files(self._place) as place:
+            return place.read_above(levels, name).decode()
 
     def read(self) -> Checkpoint:
         """Read and verify it; of a job's folder the newest one that is whole.

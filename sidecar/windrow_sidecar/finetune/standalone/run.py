@@ -201,7 +201,7 @@ class JobGroup:
 
         with job_state.stall.during(TAKING_FOLDER):
             folder.claim(waits_for, job_state.stall.renew)
-        job = replace(job, epoch=folder.epoch, begun=folder.begun)
+            job = replace(job, epoch=folder.epoch).of_folder(folder)
         with job_state.stall.during(READING):
             session = self._open(job, base, job_state.stall.renew)
         stream = session.stream

@@ -33,6 +33,7 @@ from windrow.conditions import Reason
 from windrow.errors import UserError, WindrowError
 from windrow.holder import HOLDER, AlreadyHeld, hold, wait_for_orphan
 from windrow.outputs import HELD_DIRECTORIES, OWN_FOLDER, open_without_links
+from windrow.served_chats import PLAIN
 from windrow_sidecar.compute.host_device import available_bytes
 from windrow_sidecar.finetune.training.checkpoint_origin import Origin
 from windrow_sidecar.finetune.training.evaluation import Judged
@@ -43,6 +44,7 @@ FORMAT = 4
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 COMPLETED = "completed.json"
 BEGUN = "begun"
+SERVED_BY = "served-by"  # holds the name of a server, of `windrow.served_chats`
 FENCE = "fence"  # in the job's folder
 OWNER = "owner.json"  # beside the folders of jobs: whose work is in the destination
 ADAPTER_DRAFT = "adapter"  # in the job's folder
@@ -169,6 +171,9 @@ class StartingPoint(Protocol):
     def begun(self) -> datetime | None:
         """Return when its job first was; None: nobody has noted it."""
 
+    def served_by(self) -> str:
+        """Return the server that its rows were rendered for; "": nobody has noted it."""
+
     def read(self) -> Checkpoint:
         """Read and verify it.
 
@@ -287,6 +292,38 @@ class JobFolder:
         except (FileNotFoundError, ValueError):
             _write_file(noted, now.isoformat().encode())
             return now
+
+    def served_by(self, wanted: str, *, insisted: bool = False) -> str:
+        """Return the server whose requests the job's rows are rendered as, and note it.
+
+        What has been learnt of them was: a job that goes on keeps the one that it began with. Rows
+        of a job that began before there was a note were rendered as they are.
+
+        Args:
+            wanted: for a job that has no checkpoint.
+            insisted: the job's spec names it.
+
+        Raises:
+            OSError: the folder cannot be read or written.
+        """
+        found = wanted
+        if not insisted and self._has_checkpoints():
+            return self._noted(SERVED_BY) or PLAIN
+        if not insisted and self.starts_from is not None:
+            found = self.starts_from.served_by() or PLAIN
+        self._note(SERVED_BY, found)
+        return found
+
+    def _noted(self, name: str) -> str:
+        """Return a line that the folder keeps; "": it keeps none."""
+        try:
+            return _read(self.root / name).decode().strip()
+        except (FileNotFoundError, UnicodeDecodeError):
+            return ""
+
+    def _note(self, name: str, line: str) -> None:
+        if self._noted(name) != line:
+            _write_file(self.root / name, line.encode())
 
     def _refuse_folders(self) -> None:
         """Refuse a destination where a directory has the name of one of an adapter's files."""
