@@ -40,6 +40,7 @@ from windrow_lab.machine.environment import environment
 # generate in the mean, one of the code trace 28: so the latter come more often.
 RATES: dict[Like, tuple[float, ...]] = {"conv": (0.3, 0.6, 0.9), "code": (0.75, 1.5, 3.0)}
 FACTORS = (1.3, 2.0, 4.0)
+PREFIX = "harvest"
 _LOAD = re.compile(r"(?P<like>[a-z]+)@(?P<rate>[\d.]+)x(?P<factor>[\d.]+)")
 _TRACE_FILE = "AzureLLMInferenceTrace_{}.csv"
 
@@ -57,10 +58,9 @@ class BenchmarkLoad:
         """Name of the load as the command line has it."""
         return f"{self.like}@{self.rate:g}x{self.factor:g}"
 
-    @property
-    def file(self) -> str:
-        """Name of its result."""
-        return f"harvest-{self.name}.json"
+    def file(self, prefix: str = PREFIX) -> str:
+        """Return the name of its result."""
+        return f"{prefix}-{self.name}.json"
 
     @classmethod
     def parse(cls, text: str) -> BenchmarkLoad:
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         console.print(f"[red]{error}[/]")
         return 2
-    missing = [load for load in options.loads if not (results / load.file).exists()]
+    missing = [load for load in options.loads if not (results / load.file(options.prefix)).exists()]
     console.print(f"{len(options.loads) - len(missing)} of {len(options.loads)} are done before")
     for (like, rate), group in groupby(missing, key=lambda load: (load.like, load.rate)):
         loads = list(group)
@@ -116,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             trace=options.traces / _TRACE_FILE.format(like) if options.traces else None,
             like=like,
             busy=True,
+            model=options.model,
         )
         try:
             settings.out.mkdir(parents=True, exist_ok=True)
@@ -131,8 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.print(f"[red]{load.name}: {error}[/]")
                 failed.append(load.name)
                 continue
-            shutil.copy(path, results / load.file)
-            console.print(f"written: {results / load.file}; page and logs: {path.parent}")
+            kept = results / load.file(options.prefix)
+            shutil.copy(path, kept)
+            console.print(f"written: {kept}; page and logs: {path.parent}")
     if failed:
         console.print(f"[red]failed: {'; '.join(failed)}[/]")
     return 1 if failed else 0
@@ -229,7 +231,7 @@ def document(path: Path, into: Path) -> None:
     if not machines:
         raise UserError(f"{path} has no line like <!-- loads: epyc-2-cores -->", remedy="Add one.")
     for name in machines:
-        found = {load: into / name / load.file for load in ALL}
+        found = {load: into / name / load.file() for load in ALL}
         standings = [
             LoadOutcome(load, json.loads(file.read_text()))
             for load, file in found.items()
@@ -324,6 +326,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=DECIDING_ROUNDS, help="default %(default)s")
     add("--segment", type=float, default=8.0, help="seconds counted of each turn (%(default)s)")
     add("--arms", default="", help="only these, with commas")
+    add("--model", type=Path, help="checkpoint that is served and trained (the demo's)")
+    add("--prefix", default=PREFIX, help="of the results' names (%(default)s)")
     add("--seed", type=int, default=11)
     add("--traces", type=Path, help="folder of Azure's own trace files; default: generated alike")
     add(

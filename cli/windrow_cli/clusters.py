@@ -101,7 +101,11 @@ class CompareOptions:
         float, typer.Option(help="With --compare: seconds that are counted of each turn.")
     ] = 8.0
     arms: Annotated[
-        str, typer.Option(help="With --compare: only these ways of sharing, with commas.")
+        str,
+        typer.Option(
+            help="With --compare: only these ways of sharing, with commas. In decode's process, by "
+            "name only: in-engine, flexllm fused, llmstation fused."
+        ),
     ] = ""
 
 

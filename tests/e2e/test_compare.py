@@ -1,4 +1,4 @@
-"""A comparison from an empty machine to its page, a round of three arms; and it goes on again."""
+"""A comparison from an empty machine to its page, a round of four arms; and it goes on again."""
 
 import json
 from io import StringIO
@@ -29,7 +29,9 @@ MIB = 1 << 20
 LOOP_BYTES, WORKER_BYTES = 200 * MIB, 60 * MIB
 RATE, LEAD_S, WINDOW_S = 0.5, 1.0, 3.0
 FACTOR, PLACE = 4.0, "x4"  # of one of two objectives, and the folder of what is said of it
-ARMS = {ALONE, TUNED, "windrow", AGAIN, DEDICATED, DEDICATED_PEFT}
+FUSED = "flexllm fused"  # its job runs in decode's process, of a pod of its own
+ARMS = {ALONE, TUNED, "windrow", FUSED, AGAIN, DEDICATED, DEDICATED_PEFT}
+HARVESTED = {"windrow", FUSED}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rounds=1,
         lead_s=1.0,
         window_s=3.0,
-        arms=(TUNED, "windrow"),
+        arms=(TUNED, "windrow", FUSED),
         factors=(FACTOR, 2 * FACTOR),
         footing=kept,
     )
@@ -107,14 +109,15 @@ def test_every_arm_has_played_the_same_requests_and_has_its_figures(out):
     due = {(request.at_s, request.prompt_tokens) for request in sent}
     for arm in served:
         assert found[arm]["requests"] > 0
-        turn = f"windrow {PLACE}" if arm == "windrow" else arm
+        turn = f"{arm} {PLACE}" if arm in HARVESTED else arm
         answers = json.loads(
             (session.folder / "loads" / f"0-{folder_of(turn)}" / "load.json").read_text()
         )
         assert {(answer["at_s"], answer["prompt_tokens"]) for answer in answers} <= due
     for arm in ARMS - {ALONE, AGAIN}:
         assert found[arm]["tokens_per_second"] >= 0
-    assert found[DEDICATED]["tokens_per_second"] > 0
+    for arm in HARVESTED | {DEDICATED}:
+        assert found[arm]["tokens_per_second"] > 0
     assert result["winner"] is None, "one round names none"
 
 
@@ -131,7 +134,7 @@ def test_a_policy_plays_for_each_objective_and_what_knows_none_counts_for_both(o
     for arm in (TUNED, DEDICATED):
         assert of_tight[arm]["tokens_per_second"] == of_loose[arm]["tokens_per_second"]
     (session,) = ComparisonSession.all_of(out)
-    assert len(session.segments) == len(ARMS) + 1
+    assert len(session.segments) == len(ARMS) + len(HARVESTED)
 
 
 def test_what_a_trainer_holds_is_missing_from_decodes_arena(out):

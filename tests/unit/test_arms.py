@@ -159,6 +159,25 @@ def test_only_whole_rounds_count(out):
     assert windrow.tokens_per_second == pytest.approx(100)
 
 
+def test_jobs_of_two_places_count_apart(out):
+    folder = out / "session-1"
+    fused = Segment(0, "fused", "harvested-fused", "job", ns(20, 30), ns(22, 29))
+    with (folder / arms.SEGMENTS).open("a") as segments:
+        segments.write(json.dumps(asdict(fused)) + "\n")
+    pod = "harvested-fused-0"
+    log = EventLog(folder / "pods" / pod / "engine.events.jsonl", source=pod)
+    log.append(MarkEvent(round(20.5 * SECOND), "policy", "demo: flexllm, harvest, 10000 us"))
+    log.append(step(23_000, 23_005))
+    log.append(tasklet(0, "opt", 21, 25, 80))
+    log.append(tasklet(1, "opt", 25, 29, 160))
+    log.flush()
+    (session,) = ComparisonSession.all_of(out)
+    of_it = [*ARMS, Arm("fused", "policy", "", "flexllm", "fused")]
+    found = {at.arm: at for at in session.figures(of_it, objective_ms=10) if at.round == 0}
+    assert found["windrow"].tokens_per_second == pytest.approx(100)
+    assert found["fused"].tokens_per_second == pytest.approx(20)
+
+
 def test_a_policy_that_was_not_in_force_in_its_window_is_found_out(out):
     (session,) = ComparisonSession.all_of(out)
     with pytest.raises(ValueError, match="policy harli was not in force"):

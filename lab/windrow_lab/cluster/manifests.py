@@ -40,6 +40,8 @@ class DecodePod:
         sglang: the environment whose SGLang decodes; None: the built-in engine does.
         asks: to be prepared for a sidecar by its label, before a policy selects it.
         ranks: over which the built-in engine cuts the model.
+        finetune: where the built-in engine runs jobs (`--finetune`).
+        app: label by which policies select it.
     """
 
     name: str
@@ -52,6 +54,8 @@ class DecodePod:
     sglang: Path | None = None
     asks: bool = False
     ranks: int = 1
+    finetune: str = "process"
+    app: str = APP
 
 
 def decode_pod(decode: DecodePod) -> Json:
@@ -60,7 +64,7 @@ def decode_pod(decode: DecodePod) -> Json:
         ANNOTATION_CPUSET: decode.device.cpuset,
         ANNOTATION_NICE + DECODE_CONTAINER: "0",
     }
-    labels = {"app": APP, "rbg.workloads.x-k8s.io/role-name": "decode"}
+    labels = {"app": decode.app, "rbg.workloads.x-k8s.io/role-name": "decode"}
     if not decode.inject:
         labels[LABEL_INJECT] = "disabled"
     elif decode.asks:
@@ -95,6 +99,11 @@ def decode_pod(decode: DecodePod) -> Json:
                         f"--stream-interval={STREAM_INTERVAL}",
                         *([f"--arena-bytes={decode.arena_bytes}"] if decode.arena_bytes else []),
                         *([f"--tp-size={decode.ranks}"] if decode.ranks > 1 else []),
+                        *(
+                            [f"--finetune={decode.finetune}"]
+                            if decode.finetune != "process"
+                            else []
+                        ),
                         *([] if decode.sglang is None else sglang.ON_CORES),
                     ],
                     "env": [{"name": n, "value": v} for n, v in variables],
@@ -116,15 +125,16 @@ def harvest_policy(
     policy: str,
     mode: str = "harvest",
     max_sm_percent: int = 100,
+    app: str = APP,
 ) -> Json:
-    """Return a policy over the demo's decode pods."""
+    """Return a policy over the decode pods of a label."""
     tpot = format_duration(timedelta(milliseconds=objective_ms))
     return {
         "apiVersion": API_VERSION,
         "kind": HARVEST_POLICY.kind,
         "metadata": {"name": name, "namespace": NAMESPACE},
         "spec": {
-            "selector": {"matchLabels": {"app": APP}},
+            "selector": {"matchLabels": {"app": app}},
             "objective": {"tpot": tpot, "percentile": 99, "scope": "perStep"},
             "mode": mode,
             "policy": policy,

@@ -16,7 +16,14 @@ from windrow.client import WindrowClient
 from windrow.crd import LABEL_DECODE, LatencyProfileSpec
 from windrow.errors import Transient, WindrowError
 from windrow.views import SlotView
-from windrow_lab.cluster.manifests import NAMESPACE, DecodePod, Json, decode_pod, harvest_policy
+from windrow_lab.cluster.manifests import (
+    APP,
+    NAMESPACE,
+    DecodePod,
+    Json,
+    decode_pod,
+    harvest_policy,
+)
 from windrow_lab.machine.devices import Device
 from windrow_lab.machine.ports import LOOPBACK, ReservedPort
 
@@ -70,13 +77,15 @@ def plan_pods(
     sglang: Path | None = None,
     asks: bool = False,
     ranks: int = 1,
+    finetune: str = "process",
+    app: str = APP,
     shaped: Callable[[Json], Json] = lambda body: body,
 ) -> Pods:
     """Name a decode pod for each device and choose free ports.
 
     `sglang`: the environment whose SGLang decodes; None: the built-in engine. `asks`: there is no
     policy yet, so the pods ask by their label to be prepared for a sidecar. `ranks`: of each
-    engine. `shaped`: see `Pods`.
+    engine. `finetune`, `app`: see `DecodePod`. `shaped`: see `Pods`.
     """
     with ExitStack() as held:
         ports = [held.enter_context(ReservedPort()).number for _ in devices]
@@ -93,6 +102,8 @@ def plan_pods(
                 sglang,
                 asks,
                 ranks,
+                finetune,
+                app,
             )
             for i, (port, device) in enumerate(zip(ports, devices, strict=True))
         ),
@@ -105,7 +116,9 @@ def observe(client: WindrowClient, pods: Pods, name: str, policy: str, within: t
 
     Its objective is a placeholder: the real one follows from what is observed.
     """
-    client.apply_policy(pods.shaped(harvest_policy(name, PLACEHOLDER_MS, policy, mode="observe")))
+    app = pods.decodes[0].app
+    observes = harvest_policy(name, PLACEHOLDER_MS, policy, mode="observe", app=app)
+    client.apply_policy(pods.shaped(observes))
     core = k8s.CoreV1Api(client.api)
     probe = pods.shaped(decode_pod(pods.decodes[0]))
 

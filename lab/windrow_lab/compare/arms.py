@@ -29,6 +29,8 @@ SEGMENTS, TRAINERS, SESSION = "segments.jsonl", "trainers", "session-"
 HARVESTED_JOB = "job"
 
 Kind = Literal["alone", "loop", "policy", "dedicated"]
+# Where a harvested job runs: `--finetune` of the built-in engine.
+Place = Literal["process", "in-engine", "fused"]
 
 ALONE, AGAIN = "alone", "alone again"
 NAIVE, TUNED, IDLE = "naive", "tuned naive", "idle class"
@@ -46,12 +48,14 @@ class Arm:
             harvested; dedicated: the trainer alone.
         meaning: for people.
         policy: of kind policy, the name in `spec.policy`.
+        place: of kind policy, where the job runs.
     """
 
     name: str
     kind: Kind
     meaning: str
     policy: str = ""
+    place: Place = "process"
 
 
 MEANINGS = {
@@ -63,6 +67,15 @@ MEANINGS = {
 }
 
 
+# Played where they are asked for by name: the job runs in decode's process.
+IN_ENGINE = (
+    Arm("in-engine", "policy", "in decode's process, in turns", "temporal", "in-engine"),
+    Arm("flexllm fused", "policy", "FlexLLM's own form: products shared", "flexllm", "fused"),
+    Arm("llmstation fused", "policy", "LLMStation's own: products shared", "llmstation", "fused"),
+)
+ON_REQUEST = (A_LOOP_A_CORE, *(arm.name for arm in IN_ENGINE))
+
+
 def arms_of(policies: Sequence[str]) -> list[Arm]:
     """Return every arm, in the order of the table."""
     return [
@@ -72,6 +85,7 @@ def arms_of(policies: Sequence[str]) -> list[Arm]:
         Arm(IDLE, "loop", "the same as SCHED_IDLE"),
         Arm(A_LOOP_A_CORE, "loop", "one single-threaded loop on each core, other rows, SCHED_IDLE"),
         *(Arm(name, "policy", MEANINGS.get(name, "its paper's rule"), name) for name in policies),
+        *IN_ENGINE,
         Arm(AGAIN, "alone", "decode alone, last in each round"),
         Arm(DEDICATED, "dedicated", "our worker alone on the device"),
         Arm(DEDICATED_PEFT, "dedicated", "the best plain PEFT loop alone on the device"),
@@ -102,6 +116,11 @@ class Segment:
     factor: float = 0.0
     slower: float = 1.0
     counts: bool = True
+
+    @property
+    def trained(self) -> tuple[str, str]:
+        """Return whose tasklets count, and of which pod's slot; "": of none."""
+        return self.trainer, self.source if self.trainer == HARVESTED_JOB else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,11 +324,11 @@ class ComparisonSession:
         by_name = {arm.name: arm for arm in arms}
         pods = _Pods.read(self.folder / PODS)
         progress = {
-            trainer: [
-                TrainerProgress(of, [at.active_ns for at in self.played if at.trainer == trainer])
-                for of in self._tasklets(trainer, pods)
+            trained: [
+                TrainerProgress(of, [at.active_ns for at in self.played if at.trained == trained])
+                for of in self._tasklets(trained, pods)
             ]
-            for trainer in {at.trainer for at in self.segments} - {""}
+            for trained in {at.trained for at in self.segments if at.trainer}
         }
         found = []
         for segment in self.segments:
@@ -321,7 +340,7 @@ class ComparisonSession:
             steps, requests = pods.of(segment)
             found.append(
                 figures_of(
-                    segment, steps, requests, progress.get(segment.trainer, []), objective_ms
+                    segment, steps, requests, progress.get(segment.trained, []), objective_ms
                 )
             )
         return found
@@ -335,10 +354,11 @@ class ComparisonSession:
                 return segment, [s for s in steps if begin <= s.end_ns <= end]
         return None
 
-    def _tasklets(self, trainer: str, pods: _Pods) -> list[list[TaskletEvent]]:
-        """Return the tasklets of each of an arm's trainers."""
-        if trainer == HARVESTED_JOB:
-            return [pods.tasklets]
+    def _tasklets(self, trained: tuple[str, str], pods: _Pods) -> list[list[TaskletEvent]]:
+        """Return the tasklets of each of an arm's trainers; `trained`: see `Segment`."""
+        trainer, pod = trained
+        if pod:
+            return [pods.tasklets(pod)]
         return [
             [event for _, event in read_events(folder) if isinstance(event, TaskletEvent)]
             for folder in sorted((self.folder / TRAINERS / folder_of(trainer)).iterdir())
@@ -371,7 +391,7 @@ class _Pods:
         self._steps: defaultdict[str, list[StepEvent]] = defaultdict(list)
         self._requests: defaultdict[str, list[RequestEvent]] = defaultdict(list)
         self._policies: defaultdict[str, list[MarkEvent]] = defaultdict(list)
-        self.tasklets: list[TaskletEvent] = []
+        self._tasklets: defaultdict[str, list[TaskletEvent]] = defaultdict(list)
 
     @classmethod
     def read(cls, folder: Path, only: str = "") -> _Pods:
@@ -385,12 +405,16 @@ class _Pods:
                     case RequestEvent():
                         found._requests[pod.name].append(event)
                     case TaskletEvent():
-                        found.tasklets.append(event)
+                        found._tasklets[pod.name].append(event)
                     case MarkEvent(what="policy"):
                         found._policies[pod.name].append(event)
                     case _:
                         pass
         return found
+
+    def tasklets(self, pod: str) -> list[TaskletEvent]:
+        """Return the tasklets of the job in a pod's slot; `pod`: a segment's source."""
+        return self._tasklets[f"{pod}-0"]
 
     def of(self, segment: Segment) -> tuple[list[StepEvent], list[RequestEvent]]:
         """Return what a segment's pod did while the arm was at its turn."""

@@ -30,6 +30,7 @@ from windrow_lab.compare.arms import (
     TRAINERS,
     TUNED,
     Arm,
+    Place,
     Segment,
     folder_of,
 )
@@ -57,7 +58,6 @@ WITHOUT_END = 1_000_000
 # Percent of the cores that the job may have. Of a device with fewer than a hundred, 1% is none: the
 # job keeps its slot and its worker, and waits. (A policy that only observes would take both away.)
 RUNS, PAUSED = 100, 1
-JOB = "compared"
 
 
 class RoundPlayer:
@@ -74,14 +74,14 @@ class RoundPlayer:
         self._pods: dict[str, serving.Pods] = {}  # by the name of the arms' pod
         self._trainers: dict[str, list[measure.Trainer]] = {}
         self._pace = MachinePace(on.devices[0].cores)
-        self._harvested = any(arm.kind == "policy" for arm in arms)
+        self._places = list(dict.fromkeys(arm.place for arm in arms if arm.kind == "policy"))
         self._ends = ExitStack()
 
     def __enter__(self) -> RoundPlayer:
         """Start everything, and halt it."""
         on = self._on
-        if self._harvested:
-            self._start_harvested()
+        for place in self._places:
+            self._start_harvested(place)
         for arm in self._arms:
             name = _pod_of(arm)
             if name and name not in self._pods:
@@ -124,9 +124,10 @@ class RoundPlayer:
                     told = f"{told}, again: the machine was slower"
         for trainer in (one for of in self._trainers.values() for one in of):
             trainer.finish_step(STEP_WITHIN)
-        if self._harvested:
-            self._let("windrow", RUNS)
-            self._await_steps(1)
+        for place in self._places:
+            self._let(place, _ANY_POLICY[place], RUNS)
+            self._await_steps(place, 1)
+            self._let(place, _ANY_POLICY[place], PAUSED)
         time.sleep(2 * FLUSH_INTERVAL_S)
 
     def _await_pace(self, told: str, usual_us: float) -> float:
@@ -160,12 +161,12 @@ class RoundPlayer:
                 cut=True,
             )
         if arm.kind == "policy":
-            self._let(arm.policy, RUNS)
+            self._let(arm.place, arm.policy, RUNS)
         for trainer in self._trainers.get(arm.name, ()):
             trainer.go()
         time.sleep(max(0.0, window[1] / 1e9 + TAIL_S - time.monotonic()))
         if arm.kind == "policy":
-            self._let(arm.policy, PAUSED)
+            self._let(arm.place, arm.policy, PAUSED)
         for trainer in self._trainers.get(arm.name, ()):
             trainer.halt()
         end_ns = time.monotonic_ns()
@@ -186,24 +187,33 @@ class RoundPlayer:
         with (self._folder / SEGMENTS).open("a", encoding="utf-8") as out:
             out.write(json.dumps(asdict(segment)) + "\n")
 
-    def _start_harvested(self) -> None:
-        """Start the injected pod and the job, and pause it once it is under way."""
-        on = self._on
-        pods = serving.plan_pods(
-            on.devices, on.model, name=HARVESTED, arena_bytes=self._arena_of(HARVESTED)
+    def _start_harvested(self, place: Place) -> None:
+        """Start an injected pod and its job, and pause it once it is under way.
+
+        Pods of each place have a label and a policy of their own, which their job names.
+        """
+        on, name, policy = self._on, HARVESTED[place], _ANY_POLICY[place]
+        self._pods[name] = pods = serving.plan_pods(
+            on.devices,
+            on.model,
+            name=name,
+            arena_bytes=self._arena_of(name),
+            finetune=place,
+            app=name,
         )
-        serving.observe(on.client, pods, demo.POLICY, "windrow", demo.PODS_WITHIN)
-        on.say("the harvested pod starts")
+        serving.observe(on.client, pods, name, policy, demo.PODS_WITHIN)
+        on.say(f"the pod {name} starts")
         serving.create(on.client, pods)
         serving.await_ready(on.client, pods, demo.PODS_WITHIN)
         serving.await_observed(on.client, pods, demo.PODS_WITHIN)
-        self._let("windrow", RUNS)
+        self._let(place, policy, RUNS)
         serving.await_slots(on.client, pods, demo.PODS_WITHIN)
-        on.say("the job starts")
-        on.client.submit(endless_job(on, self._folder / "adapter", JOB))
-        self._await_steps(2)
-        self._let("windrow", PAUSED)
-        self._pods[HARVESTED] = pods
+        on.say(f"the job of {name} starts")
+        job = endless_job(on, self._folder / "adapters" / name, name)
+        job["spec"]["policies"] = [name]
+        on.client.submit(job)
+        self._await_steps(place, 2)
+        self._let(place, policy, PAUSED)
 
     def _start_pod(self, name: str) -> None:
         on = self._on
@@ -240,35 +250,52 @@ class RoundPlayer:
         """Return what decode has of the device's memory beside what the trainer holds of it."""
         return int(self._plan["footing"]["memory"][KIND_OF_POD[pod]])
 
-    def _let(self, policy: str, percent: int) -> None:
-        """Let a policy give the job so much of the device."""
-        objective_ms = self._objectives_ms[self._factor]
+    def _let(self, place: Place, policy: str, percent: int) -> None:
+        """Let a policy give the job of a place so much of the device."""
+        name, objective_ms = HARVESTED[place], self._objectives_ms[self._factor]
         self._on.client.apply_policy(
-            manifests.harvest_policy(demo.POLICY, objective_ms, policy, max_sm_percent=percent)
+            manifests.harvest_policy(name, objective_ms, policy, max_sm_percent=percent, app=name)
         )
 
-    def _await_steps(self, more: int) -> None:
-        """Return once the job has finished so many optimizer steps more."""
-        read = self._on.client.get
-        before = read(JOB).step
+    def _await_steps(self, place: Place, more: int) -> None:
+        """Return once the job of a place has finished so many optimizer steps more."""
+        read, name = self._on.client.get, HARVESTED[place]
+        before = read(name).step
         found = serving.poll(
-            lambda: read(JOB), lambda job: job.step >= before + more or job.finished, STEP_WITHIN
+            lambda: read(name), lambda job: job.step >= before + more or job.finished, STEP_WITHIN
         )
         if found.step < before + more:
             raise serving.NotReady(
-                f"the job makes no step: {found.state} {found.message}",
-                logs=[*self._pods[HARVESTED].logs, "operator"] if self._pods else ["operator"],
+                f"the job {name} makes no step: {found.state} {found.message}",
+                logs=[*self._pods[name].logs, "operator"],
             )
 
 
-HARVESTED, PLAIN, SPINS, BESIDE = "harvested", "plain", "spinning", "beside"
+# Name of a place's pod, policy, label and job.
+HARVESTED: dict[Place, str] = {
+    "process": "harvested",
+    "in-engine": "harvested-in-engine",
+    "fused": "harvested-fused",
+}
+# Under which a job of the place makes its first steps, and its last.
+_ANY_POLICY: dict[Place, str] = {
+    "process": "windrow",
+    "in-engine": "temporal",
+    "fused": "flexllm",
+}
+PLAIN, SPINS, BESIDE = "plain", "spinning", "beside"
 FORMS = {
     NAIVE: measure.LoopForm(passive=False),
     TUNED: measure.LoopForm(nice=19),
     IDLE: measure.LoopForm(idle_class=True),
     A_LOOP_A_CORE: measure.LoopForm(idle_class=True),
 }
-KIND_OF_POD = {HARVESTED: "policy", PLAIN: "alone", SPINS: "loop", BESIDE: "loop"}
+KIND_OF_POD = {
+    **dict.fromkeys(HARVESTED.values(), "policy"),
+    PLAIN: "alone",
+    SPINS: "loop",
+    BESIDE: "loop",
+}
 
 
 def _pod_of(arm: Arm) -> str:
@@ -279,7 +306,7 @@ def _pod_of(arm: Arm) -> str:
         case "loop":
             return SPINS if arm.name == NAIVE else BESIDE
         case "policy":
-            return HARVESTED
+            return HARVESTED[arm.place]
         case "dedicated":
             return ""
 

@@ -21,11 +21,11 @@ from windrow.errors import UserError
 from windrow_lab.cluster import manifests, serving
 from windrow_lab.compare import baselines, comparison_table
 from windrow_lab.compare.arms import (
-    A_LOOP_A_CORE,
     AGAIN,
     ALONE,
     DEDICATED,
     DEDICATED_PEFT,
+    ON_REQUEST,
     SESSION,
     Arm,
     ComparisonSession,
@@ -92,7 +92,7 @@ class CompareSettings:
             )
         always = (ALONE, AGAIN, DEDICATED, DEDICATED_PEFT)
         if not self.arms:
-            return [arm for arm in arms if arm.name != A_LOOP_A_CORE]
+            return [arm for arm in arms if arm.name not in ON_REQUEST]
         return [arm for arm in arms if arm.name in (*self.arms, *always)]
 
 
@@ -192,6 +192,7 @@ def _plan(
             kind: baselines.kv_tokens(stands_on["memory"][kind], on.model)
             for kind in ("alone", "loop", "policy")
         },
+        "model": on.model.name,
         "environment": environment(),
     }
     demo.write_summary(path, plan)
