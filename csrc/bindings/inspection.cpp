@@ -59,7 +59,11 @@ void bind_inspection(nb::module_& module) {
           [](const Inspection& self, int writer) {
             return self.page().heartbeat_age_ns(writer_of(writer));
           },
-          nb::arg("writer"));
+          nb::arg("writer"))
+      .def(
+          "counter",
+          [](const Inspection& self, std::size_t counter) { return self.page().counter(counter); },
+          nb::arg("counter"));
 }
 
 }  // namespace windrow::bindings

@@ -13,6 +13,13 @@ std::size_t index(Writer writer) {
   return static_cast<std::size_t>(writer);
 }
 
+void require_counter(std::size_t counter) {
+  if (counter >= SharedPage::kCounters) {
+    throw std::out_of_range("counter " + std::to_string(counter) + " is none of the " +
+                            std::to_string(SharedPage::kCounters));
+  }
+}
+
 }  // namespace
 
 void SharedPage::publish_view(View view) {
@@ -72,12 +79,14 @@ std::int64_t SharedPage::heartbeat(Writer writer) const {
 }
 
 std::int64_t SharedPage::add(std::size_t counter, std::int64_t n) {
-  if (counter >= kCounters) {
-    throw std::out_of_range("counter " + std::to_string(counter) + " is none of the " +
-                            std::to_string(kCounters));
-  }
+  require_counter(counter);
   auto& cell = lines_[counter % 2].counters[counter / 2];
-  return cell.fetch_add(n, std::memory_order_relaxed) + n;
+  return cell.fetch_add(n, std::memory_order_release) + n;
+}
+
+std::int64_t SharedPage::counter(std::size_t counter) const {
+  require_counter(counter);
+  return lines_[counter % 2].counters[counter / 2].load(std::memory_order_acquire);
 }
 
 }  // namespace windrow

@@ -291,6 +291,11 @@ class Inspection:
     def job_epoch(self) -> int:
         """Of the worker that offered last; 0: none."""
     def heartbeat_age_ns(self, writer: int) -> int: ...
+    def counter(self, counter: int) -> int:
+        """Return one of the page's counters (see `Page.add`).
+
+        Who sees a value sees what its writer had done before.
+        """
 
 class SharedWeights:
     """Sealed memory: written by its maker, read-only for everyone after.

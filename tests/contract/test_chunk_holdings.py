@@ -118,5 +118,5 @@ def test_chunks_of_a_worker_that_is_gone_are_taken_back(arena, holdings):
         holdings.give(chunk)
     arena.lend(1, owner=OWNER)
     holdings.refresh()
-    holdings.reclaim_of_the_dead()
+    holdings.reclaim_of_the_dead(arena)
     assert (holdings.returned_pages, holdings.lent_pages) == (2 * PAGES, 0)

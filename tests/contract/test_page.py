@@ -9,7 +9,7 @@ import time
 import pytest
 
 from windrow_sidecar import _core
-from windrow_sidecar._core import Arena
+from windrow_sidecar._core import Arena, Inspection
 from windrow_sidecar.qos import view
 
 
@@ -87,7 +87,7 @@ def test_a_waiting_thread_lets_others_run_and_wakes_on_a_grant(arena):
 
 CHILD_WAIT = """
 import signal, sys
-from windrow_sidecar._core import Arena
+from windrow_sidecar._core import Arena, Inspection
 class Stop(Exception): pass
 def stop(*_): raise Stop
 signal.signal(signal.SIGINT, stop)
@@ -110,7 +110,7 @@ def test_a_signal_interrupts_a_wait(served, child):
 
 CHILD_PING = """
 import sys
-from windrow_sidecar._core import Arena
+from windrow_sidecar._core import Arena, Inspection
 from windrow_sidecar.qos.view import Offer
 page = Arena.attach(sys.argv[1]).page
 rounds = int(sys.argv[2])
@@ -134,7 +134,7 @@ def test_two_processes_answer_each_other_without_losing_a_wake_up(served, child)
 
 CHILD_HAMMER = """
 import sys
-from windrow_sidecar._core import Arena
+from windrow_sidecar._core import Arena, Inspection
 from windrow_sidecar.qos.view import LEVELS_MAX, Offer
 page = Arena.attach(sys.argv[1]).page
 print("hammering")
@@ -191,7 +191,9 @@ def test_a_heartbeat_is_refreshed_by_publishing_and_by_beating(arena):
 def test_counters_count_for_both_sides(served):
     owner, path = served
     peer = Arena.attach(path)
+    seen = Inspection.open(path)
     assert owner.page.add(0, 5) == 5
+    assert seen.counter(0) == 5
     assert peer.page.add(0, -2) == 3
     with pytest.raises(IndexError, match="counter 16"):
         owner.page.add(16, 1)

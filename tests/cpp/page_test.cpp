@@ -75,6 +75,8 @@ TEST_F(PageTest, CountersOfBothSidesCountApart) {
     EXPECT_EQ(page_.add(i, static_cast<std::int64_t>(i)), static_cast<std::int64_t>(i));
   }
   EXPECT_EQ(page_.add(3, 4), 7);
+  EXPECT_EQ(page_.counter(3), 7);
+  EXPECT_THROW((void)page_.counter(SharedPage::kCounters), std::out_of_range);
   EXPECT_THROW(page_.add(SharedPage::kCounters, 1), std::out_of_range);
 }
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import random
 import re
 import signal
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ from support.sglang_pods import events_of, start_agent
 from support.sglang_servers import (
     MODEL,
     OVER_RANKS,
+    PYTHON,
     Server,
     complete,
     start_server,
@@ -59,7 +63,7 @@ class Pod:
     def log(self) -> str:
         return (self.folder / "pod.log").read_text()
 
-    def harvest(self) -> None:
+    def harvest(self, max_memory_percent: int = 50) -> None:
         """Let a policy harvest; its objective is about the chain, not the time."""
         self.operator.set_policy(
             name="chat",
@@ -67,8 +71,12 @@ class Pod:
             mode="harvest",
             objective_seconds=2.0,
             percentile=99,
-            max_memory_percent=50,
+            max_memory_percent=max_memory_percent,
         )
+
+    def lent(self) -> int:
+        """Return how many chunks the worker has, as the newest heartbeat says."""
+        return self.operator.heartbeats[-1].chunks_lent if self.operator.heartbeats else 0
 
     async def first_of(self, epoch: int, kind: int) -> attach_pb2.JobEvent:
         """Return the first event of a kind that a placement has, or fail with its failure."""
@@ -102,8 +110,8 @@ async def harvested(folder: Path) -> AsyncIterator[Pod]:
         await operator.stop()
 
 
-async def answers(server: Server, n: int, tokens: int) -> list[str]:
-    """Return the greedy answers to n questions, six of which are asked at a time."""
+async def answers(server: Server, n: int, tokens: int, first: int = 0) -> list[str]:
+    """Return the greedy answers to n questions from the first, six of which are asked at a time."""
     limit = asyncio.Semaphore(6)
 
     async def one(client: httpx.AsyncClient, number: int) -> str:
@@ -113,7 +121,9 @@ async def answers(server: Server, n: int, tokens: int) -> list[str]:
         return text_of(answer)
 
     async with httpx.AsyncClient(timeout=240) as client:
-        return list(await asyncio.gather(*(one(client, number) for number in range(n))))
+        return list(
+            await asyncio.gather(*(one(client, number) for number in range(first, first + n)))
+        )
 
 
 def other_rank(pod: Pod, epoch: int) -> psutil.Process:
@@ -124,7 +134,7 @@ def other_rank(pod: Pod, epoch: int) -> psutil.Process:
 
 async def test_a_job_over_ranks_is_trained_beside_sglang_and_outlives_its_ranks(run_dir):
     async with harvested(run_dir) as pod:
-        assert f"{RANKS} ranks share time and compute" in pod.log
+        assert f"can be lent on each of {RANKS} ranks" in pod.log
         before = await answers(pod.server, 4, 12)
         pod.harvest()
         pod.operator.assign(job(run_dir, maxSteps=100_000))
@@ -137,6 +147,11 @@ async def test_a_job_over_ranks_is_trained_beside_sglang_and_outlives_its_ranks(
             return await event
 
         await ask_until(asyncio.create_task(pod.first_of(1, Event.CHECKPOINTED)))
+        await ask_until(asyncio.create_task(until(lambda: pod.lent() > 0, 120)))
+        pod.harvest(max_memory_percent=0)  # all of it is asked back, from both ranks
+        await ask_until(asyncio.create_task(until(lambda: pod.lent() == 0, 120)))
+        pod.harvest()
+        await ask_until(asyncio.create_task(until(lambda: pod.lent() > 0, 120)))
         assert f"rank 1 of {RANKS}: sharing decode's weights" in pod.log
         assert "read its weights from files" not in pod.log
         # A rank of the worker that is stopped, then killed: decode waits for neither.
@@ -146,13 +161,13 @@ async def test_a_job_over_ranks_is_trained_beside_sglang_and_outlives_its_ranks(
             assert await answers(pod.server, 4, 12) == before
         failed = await until(lambda: pod.operator.event(Event.FAILED), 60)
         assert "rank 1 was ended by SIGKILL; the last good checkpoint is" in failed.detail
+        await until(lambda: pod.lent() == 0, 60)  # of a worker that has gave nothing back
         step = failed.progress.checkpoint_step
         pod.operator.assign(job(run_dir, maxSteps=step + 1), epoch=2)
         done = await ask_until(asyncio.create_task(pod.first_of(2, Event.SUCCEEDED)))
         assert done.progress.step == step + 1
         assert read_header(Path(done.adapter_path) / "adapter_model.safetensors").tensors
         assert all(found == before for found in beside)
-        assert max(beat.chunks_lent for beat in pod.operator.heartbeats) == 0
         (slot,) = pod.operator.hellos[-1].slots
         assert slot.ranks == RANKS
         steps = events_of(run_dir, StepEvent)
@@ -160,6 +175,25 @@ async def test_a_job_over_ranks_is_trained_beside_sglang_and_outlives_its_ranks(
         assert len({step.decode_units for step in steps}) > 1  # decode was put aside, on all ranks
         assert "harvesting is off" not in pod.log
         assert not RunDir(run_dir).of_rank(1).refusal().exists()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sglangs_allocators_on_all_ranks_give_the_same_pages_whatever_is_lent(ranks, tmp_path):
+    result = tmp_path / "result.json"
+    program = Path(__file__).parent / "rank_lending_process.py"
+    done = subprocess.run(
+        [str(PYTHON), str(program), str(ranks), "3000", str(result)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    counts = json.loads(result.read_text())
+    assert counts["differ"] == 0
+    assert counts["lent"] > 50
+    assert counts["back"] > 50
+    assert counts["deaths"] > 1
 
 
 @pytest.mark.long
@@ -172,6 +206,7 @@ async def test_200_requests_beside_a_worker_have_the_tokens_of_stock_sglang(run_
         expected = await answers(stock, 200, 16)
     finally:
         stock.end()
+    draw, found, seen = random.Random(47), [], [0]
     async with harvested(run_dir) as pod:
         pod.harvest()
         pod.operator.assign(job(run_dir, maxSteps=100_000))
@@ -179,7 +214,19 @@ async def test_200_requests_beside_a_worker_have_the_tokens_of_stock_sglang(run_
         while not beside.done():
             await answers(pod.server, 6, 16)
         await beside
-        assert await answers(pod.server, 200, 16) == expected
+        for first in range(0, 200, 10):
+            # What a policy allows is lent, or asked back, before these are asked and beside them.
+            fewer = len(seen) % 2 == 0
+            pod.harvest(max_memory_percent=draw.randint(0, 5) if fewer else draw.randint(20, 60))
+            before = seen[-1]
+            moved = asyncio.create_task(until(lambda: pod.lent() != before, 120))  # noqa: B023
+            found += await answers(pod.server, 10, 16, first)
+            while not moved.done():
+                await answers(pod.server, 2, 16)
+            await moved
+            seen.append(pod.lent())
+        assert found == expected
+        assert min(seen) < 4 < max(seen)
         assert events_of(run_dir, TaskletEvent)
         assert "harvesting is off" not in pod.log
         assert not pod.operator.event(Event.FAILED)

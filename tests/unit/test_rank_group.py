@@ -19,43 +19,32 @@ from windrow_sidecar.qos.rank_group import (
     GroupWish,
     RankLending,
     RankPage,
-    WorkerTicket,
     applied,
     decide,
-    late_ranks,
-    raised,
-    slowest_step_us,
-    tightened,
 )
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank of decode, and its worker: chunks it holds, tasklets it has finished, one it runs."""
+    """A rank of decode, and the chunks that its worker holds."""
 
     lending: RankLending = RankLending()  # noqa: RUF009 - frozen
     held: frozenset[int] = NONE
-    done: int = 0
-    runs: bool = False
     lives: bool = True
 
     @property
     def page(self) -> RankPage:
         own = self.lending
-        return RankPage(own.drained(self.held), own.own_epoch, self.lives, own.failed)
+        return RankPage(own.drained(self.held), own.failed)
 
 
 @dataclass(frozen=True)
 class World:
-    """State of all ranks; `read` are the grants that worker rank 0 has read for its next ticket."""
+    """State of all ranks, and what is on its way to them."""
 
     ranks: tuple[Rank, ...]
     group: GroupLending = GroupLending()  # noqa: RUF009 - frozen
     decision: GroupDecision | None = None
-    ticket: WorkerTicket = WorkerTicket()  # noqa: RUF009 - frozen
-    read: tuple[int, ...] = ()
-    withdrawn: bool = False  # every rank has applied that the worker pauses
-    raised_since_withdrawn: int = 0
     faults: int = 0
 
     def with_rank(self, n: int, rank: Rank, **changes) -> World:
@@ -72,31 +61,30 @@ class World:
 class Bounds:
     chunks: int
     decisions: int
-    tasklets: int
     faults: int
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The functions that decide; a test leaves a rule out to see that it is missed."""
+    """The function that decides; a test leaves a rule out to see that it is missed."""
 
     decide: object = staticmethod(decide)
-    raised: object = staticmethod(raised)
 
 
 RULES = Rules()
 
 
 def wishes(world, bounds):
-    """Yield every share with nothing, one chunk to lend, or one to ask back."""
+    """Yield nothing, one chunk to lend, one to ask back, or a dead worker's chunks."""
     chunks = frozenset(range(bounds.chunks))
     free, lent = chunks - world.group.lent, world.group.lent - world.group.asked_back
-    for units in (0, 1) if bounds.tasklets else (0,):
-        yield GroupWish(units)
-        for chunk in free:
-            yield GroupWish(units, lend=frozenset({chunk}))
-        for chunk in lent:
-            yield GroupWish(units, revoke=frozenset({chunk}))
+    yield GroupWish()
+    for chunk in free:
+        yield GroupWish(lend=frozenset({chunk}), owner=1)
+    for chunk in lent:
+        yield GroupWish(revoke=frozenset({chunk}))
+    if not all(rank.lives for rank in world.ranks):
+        yield GroupWish(reclaim=1)
 
 
 def decided(world, wish, rules):
@@ -108,26 +96,11 @@ def decided(world, wish, rules):
 def received(world, n, not_lent=NONE):
     """Rank n applies what was decided."""
     rank = world.ranks[n]
-    after = world.with_rank(
+    return world.with_rank(
         n,
         replace(rank, lending=applied(rank.lending, world.decision, not_lent)),
         faults=world.faults + bool(not_lent),
     )
-    if not after.iteration_is_over:
-        return after
-    if world.decision.units:
-        return replace(after, withdrawn=False, raised_since_withdrawn=0)
-    return replace(after, withdrawn=True)
-
-
-def read_on(world, rules):
-    """Worker rank 0 reads the next page; behind the last one it publishes the ticket."""
-    if len(world.read) < len(world.ranks):
-        return replace(world, read=(*world.read, world.ranks[len(world.read)].lending.grants))
-    done = [rank.done for rank in world.ranks]
-    ticket = rules.raised(world.ticket, world.read, done, decode_is_busy=True)
-    more = world.raised_since_withdrawn + (world.withdrawn and ticket != world.ticket)
-    return replace(world, ticket=ticket, read=(), raised_since_withdrawn=more)
 
 
 def moves(world, bounds, rules):
@@ -140,25 +113,15 @@ def moves(world, bounds, rules):
             yield received(world, n)
             if world.decision.lend and world.faults < bounds.faults:
                 yield received(world, n, world.decision.lend)
-        if world.faults < bounds.faults and rank.lending.grants:
-            late = replace(rank, lending=tightened(rank.lending))
-            yield world.with_rank(n, late, faults=world.faults + 1)
         if world.faults < bounds.faults and rank.lives:
             # A worker that has died holds nothing: decode takes it back by its epoch.
-            dead = replace(rank, lives=False, held=NONE, runs=False)
+            dead = replace(rank, lives=False, held=NONE)
             yield world.with_rank(n, dead, faults=world.faults + 1)
         if not rank.lives:
             continue
         settled = rank.lending.usable - rank.lending.asked_back
-        if not rank.runs and settled != rank.held:
+        if settled != rank.held:
             yield world.with_rank(n, replace(rank, held=settled))
-        if not rank.runs and rank.done < world.ticket.up_to:
-            yield world.with_rank(n, replace(rank, runs=True))
-        # A tasklet has collectives in it: it ends where every rank has come to it.
-        if rank.runs and all(o.runs or o.done > rank.done for o in world.ranks):
-            yield world.with_rank(n, replace(rank, runs=False, done=rank.done + 1))
-    if world.decision is not None and world.ticket.up_to < bounds.tasklets:
-        yield read_on(world, rules)
 
 
 def check(world):
@@ -171,28 +134,16 @@ def check(world):
         for rank in world.ranks:
             own = rank.lending
             assert (own.taken, own.asked_back) == (first.taken, first.asked_back)
-            assert (own.units, own.epoch) == (first.units, first.epoch)
         assert first.taken == world.group.lent
-    # Started by all or by none: one tasklet is under way, and the ticket lets each rank run it.
-    begun = [rank.done + rank.runs for rank in world.ranks]
-    assert max(begun) - min(rank.done for rank in world.ranks) <= 1
-    assert max(begun) <= world.ticket.up_to
-    assert world.raised_since_withdrawn <= 1
     if world.group.off:
         assert world.group.lent == world.group.asked_back
-        assert world.decision.units == 0
+        assert not world.decision.lend
 
 
 def not_lost(world, rules):
-    """Hold a grant that is on every page to leading to a tasklet, and a quiet group to drain."""
-    if not world.iteration_is_over or world.faults:
-        return
-    done = [rank.done for rank in world.ranks]
-    if all(r.lending.grants for r in world.ranks) and min(done) == world.ticket.up_to:
-        granted = [rank.lending.grants for rank in world.ranks]
-        assert rules.raised(world.ticket, granted, done, decode_is_busy=True).up_to == max(done) + 1
+    """Hold a quiet group to drain."""
     asked = world.group.asked_back
-    if asked and not any(rank.runs for rank in world.ranks):
+    if asked and world.iteration_is_over and not world.faults:
         quiet = replace(
             world,
             ranks=tuple(
@@ -204,8 +155,6 @@ def not_lost(world, rules):
 
 def alike(world):
     """Return the same world with the ranks but the first in a fixed order: they are alike."""
-    if world.read:  # which ones have been read tells them apart
-        return world
     first, *others = world.ranks
     return replace(world, ranks=(first, *sorted(others, key=repr)))
 
@@ -221,8 +170,7 @@ def explore(ranks, bounds, rules=RULES):
         found["worlds"] += 1
         found["off"] += bool(world.group.off)
         found["handed back"] += bool(world.decision and world.decision.hand_back)
-        found["tasklets"] += all(rank.done for rank in world.ranks)
-        found["raised once more"] += world.raised_since_withdrawn
+        found["reclaimed"] += bool(world.decision and world.decision.reclaim)
         for after in moves(world, bounds, rules):
             after = alike(after)
             if after not in seen:
@@ -231,16 +179,18 @@ def explore(ranks, bounds, rules=RULES):
     return found
 
 
-# With 4 ranks what is lent and which tasklets run are explored one by one: they meet in no rule.
 EXPLORED = {
-    "2 ranks": (2, Bounds(chunks=1, decisions=3, tasklets=1, faults=0), {"handed back"}),
-    "2 ranks, a fault": (2, Bounds(chunks=1, decisions=2, tasklets=1, faults=1), {"off"}),
-    "4 ranks, lending": (
-        4,
-        Bounds(chunks=1, decisions=3, tasklets=0, faults=1),
-        {"off", "handed back"},
+    "2 ranks": (2, Bounds(chunks=2, decisions=4, faults=0), {"handed back"}),
+    "2 ranks, faults": (
+        2,
+        Bounds(chunks=2, decisions=3, faults=2),
+        {"off", "handed back", "reclaimed"},
     ),
-    "4 ranks, tasklets": (4, Bounds(chunks=0, decisions=2, tasklets=2, faults=0), set()),
+    "4 ranks, a fault": (
+        4,
+        Bounds(chunks=1, decisions=3, faults=1),
+        {"off", "handed back", "reclaimed"},
+    ),
 }
 
 
@@ -248,41 +198,16 @@ EXPLORED = {
 def test_in_every_order_of_moves_ranks_agree_and_no_page_is_handed_back_early(ranks, bounds, also):
     found = explore(ranks, bounds)
     assert found["worlds"] > 500
-    with_tasklets = {"tasklets", "raised once more"} if bounds.tasklets else set()
-    assert {word for word, count in found.items() if count} == {"worlds"} | with_tasklets | also
+    assert {word for word, count in found.items() if count} == {"worlds"} | also
 
 
 def hands_back_by_the_first_rank(state, pages, wish):
     return decide(state, [replace(page, drained=pages[0].drained) for page in pages], wish)
 
 
-def asks_the_first_rank_alone(ticket, granted, done, *, decode_is_busy):
-    alone = (granted[0],) * len(granted)
-    return raised(ticket, alone, done, decode_is_busy=decode_is_busy)
-
-
-def waits_for_nobody(ticket, granted, done, *, decode_is_busy):
-    return raised(ticket, granted, [ticket.up_to] * len(done), decode_is_busy=decode_is_busy)
-
-
 def test_a_page_that_is_handed_back_when_one_rank_has_drained_is_noticed():
     with pytest.raises((AssertionError, ValueError)):
         explore(2, EXPLORED["2 ranks"][1], Rules(decide=hands_back_by_the_first_rank))
-
-
-def test_a_ticket_that_waits_for_no_rank_is_noticed():
-    with pytest.raises(AssertionError):
-        explore(4, EXPLORED["4 ranks, tasklets"][1], Rules(raised=waits_for_nobody))
-
-
-def test_a_ticket_by_one_ranks_grant_is_noticed():
-    """Rank 1 has tightened alone, and would be given a tasklet."""
-    ranks = (RankLending(units=1, epoch=1), tightened(RankLending(units=1, epoch=1)))
-    granted = [rank.grants for rank in ranks]
-    assert granted == [1, 0]
-    before = WorkerTicket()
-    assert raised(before, granted, [0, 0], decode_is_busy=True) == before
-    assert asks_the_first_rank_alone(before, granted, [0, 0], decode_is_busy=True) != before
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -294,7 +219,6 @@ def test_in_10_000_random_operations_ranks_never_differ_in_what_is_lent(ranks):
             world = World((Rank(),) * ranks)
         free, out = chunks - world.group.lent, world.group.lent - world.group.asked_back
         wish = GroupWish(
-            draw.choice((0, 8, 16)),
             lend=frozenset(draw.sample(sorted(free), min(len(free), draw.randrange(4)))),
             revoke=frozenset(draw.sample(sorted(out), min(len(out), draw.randrange(4)))),
         )
@@ -316,56 +240,31 @@ def test_in_10_000_random_operations_ranks_never_differ_in_what_is_lent(ranks):
 def test_a_rank_that_cannot_lend_turns_the_group_off_and_its_allocator_stays_like_the_others():
     ranks = [RankLending(), RankLending()]
     group, decision = decide(
-        GroupLending(), [RankPage(), RankPage()], GroupWish(1, lend=frozenset({3, 5}))
+        GroupLending(), [RankPage(), RankPage()], GroupWish(lend=frozenset({3, 5}))
     )
     ranks = [applied(ranks[0], decision), applied(ranks[1], decision, frozenset({5}))]
     assert ranks[0].taken == ranks[1].taken == {3, 5}
     assert ranks[1].usable == {3}
     pages = [RankPage(), RankPage(failed=ranks[1].failed)]
-    group, decision = decide(group, pages, GroupWish(1, lend=frozenset({7})))
+    group, decision = decide(group, pages, GroupWish(lend=frozenset({7})))
     assert decision.off == "rank 1: chunk 5 cannot be lent"
-    assert (decision.units, decision.lend, decision.revoke) == (0, NONE, {3, 5})
-    assert decision.epoch > 1
+    assert (decision.lend, decision.revoke) == (NONE, {3, 5})
 
 
-def test_a_rank_that_has_tightened_alone_is_loosened_by_the_next_decision_only():
-    rank = applied(RankLending(), GroupDecision(1, units=8, epoch=1))
-    rank = tightened(rank)
-    assert rank.grants == 0
-    group = GroupLending(number=1)
-    _, decision = decide(group, [RankPage(), RankPage(own_epoch=rank.own_epoch)], GroupWish(8))
-    assert applied(rank, decision).grants == 8
-
-
-def test_while_a_worker_is_missing_nothing_is_lent_and_what_is_lent_is_asked_back():
+def test_nothing_is_lent_until_all_chunks_of_a_dead_worker_are_back():
     group = GroupLending(number=4, lent=frozenset({1}))
-    pages = [RankPage(), RankPage(worker_lives=False)]
-    _, decision = decide(group, pages, GroupWish(8, lend=frozenset({2})))
-    assert (decision.units, decision.lend, decision.revoke, decision.off) == (0, NONE, {1}, "")
+    pages = [RankPage(), RankPage()]
+    group, decision = decide(group, pages, GroupWish(lend=frozenset({2}), reclaim=7))
+    assert (decision.lend, decision.revoke, decision.reclaim, decision.off) == (NONE, {1}, 7, "")
+    wish = GroupWish(lend=frozenset({2}), owner=8)
+    group, decision = decide(group, [RankPage(frozenset({1})), RankPage()], wish)
+    assert (decision.lend, decision.reclaim) == (NONE, 7)
+    group, decision = decide(group, [RankPage(frozenset({1}))] * 2, wish)
+    assert (decision.lend, decision.hand_back, decision.reclaim) == ({2}, {1}, 0)
 
 
 def test_a_decision_that_a_rank_has_missed_is_refused():
     with pytest.raises(ValueError, match="decision 2 comes after 0"):
-        applied(RankLending(), GroupDecision(2, units=0, epoch=1))
+        applied(RankLending(), GroupDecision(2))
     with pytest.raises(ValueError, match="does not fit"):
-        applied(RankLending(), GroupDecision(1, units=0, epoch=1, hand_back=frozenset({1})))
-
-
-def test_an_idle_decode_lets_a_few_tasklets_be_queued_and_the_slowest_grant_counts():
-    ticket = WorkerTicket(3, 8)
-    ahead = raised(ticket, [16, 12], [3, 2], decode_is_busy=False)
-    assert ahead == WorkerTicket(4, 12)
-    assert raised(ahead, [16, 12], [0, 0], decode_is_busy=False) == ahead
-    assert raised(ticket, [16, 12], [3, 2], decode_is_busy=True) == ticket
-
-
-def test_late_ranks_are_those_that_hold_the_others_up():
-    at = {"raised_us": 100.0, "bound_us": 50.0}
-    ticket = WorkerTicket(3, 8)
-    assert late_ranks(ticket, [3, 2, 2], now_us=150.0, **at) == ()
-    assert late_ranks(ticket, [3, 2, 2], now_us=151.0, **at) == (1, 2)
-    assert late_ranks(ticket, [3, 3, 3], now_us=999.0, **at) == ()
-
-
-def test_a_groups_step_takes_as_long_as_its_slowest_ranks():
-    assert slowest_step_us([RankPage(step_us=9.0), RankPage(step_us=11.5)]) == 11.5
+        applied(RankLending(), GroupDecision(1, hand_back=frozenset({1})))

@@ -380,6 +380,7 @@ def test_empty_chunks_are_looked_for_only_while_decodes_stream_is_idle():
         reserved_tokens=0,
         splits=SimpleNamespace(units=2),
         ranks=None,
+        lending=None,
     )
     harvest = SchedulerHarvest(parts, None, clock=lambda: now_ns[0])
     scheduler = SimpleNamespace(running_batch=SimpleNamespace(reqs=[]), waiting_queue=[])

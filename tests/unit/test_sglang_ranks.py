@@ -99,7 +99,10 @@ def test_every_rank_moves_in_the_iteration_after_rank_0_has_decided(group):
 def test_admission_is_held_back_on_all_ranks_in_the_same_iterations(group):
     leader = group.plugins[0]
     leader.harvest = SimpleNamespace(
-        holds_admission=True, between_batches=lambda scheduler: None, leave=lambda: None
+        holds_admission=True,
+        between_batches=lambda scheduler: None,
+        moves=lambda scheduler: None,
+        leave=lambda: None,
     )
     admitted: list[int] = []
 

@@ -69,6 +69,8 @@ class SharedPage {
   // Adds to a counter that lives as long as the arena; returns the new value. Even counters are on
   // decode's line, odd ones on the worker's. Throws std::out_of_range.
   std::int64_t add(std::size_t counter, std::int64_t n);
+  // A reader of a value sees what its writer did before it. Throws std::out_of_range.
+  [[nodiscard]] std::int64_t counter(std::size_t counter) const;
 
  private:
   friend struct PageLayout;

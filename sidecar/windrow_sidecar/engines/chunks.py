@@ -7,8 +7,30 @@ never allocated, so chunk 0 is never given away. Knows neither an engine nor a t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from windrow_sidecar._core import DRAINING, FREE, LENT, RESERVED, Arena
+from windrow_sidecar._core import DRAINING, FREE, LENT, RESERVED, Arena, Geometry
+
+
+class KvChunks(Protocol):
+    """The owner's side of an `Arena`; over ranks that of `RankChunks`."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """Sizes of the arena."""
+        ...
+
+    def take_kv(self) -> int:
+        """Return the lowest chunk that KV may have, which is KV's from now on; -1: none."""
+        ...
+
+    def return_kv(self, chunk: int) -> None:
+        """Take back a chunk that has no KV any more."""
+        ...
+
+    def states(self) -> bytes:
+        """Return one byte a chunk."""
+        ...
 
 
 class ChunkHoldings:
@@ -18,7 +40,7 @@ class ChunkHoldings:
     available and what is lent add up between two looks.
 
     Args:
-        arena: of this process.
+        arena: of this process; over ranks its chunks as all ranks have agreed on them.
         pages_per_chunk: KV pages in a chunk.
         n_pages: pages that the engine allocates: ids 1 to `n_pages`, both included.
 
@@ -27,7 +49,7 @@ class ChunkHoldings:
         lent_pages: pages of chunks that a worker holds.
     """
 
-    def __init__(self, arena: Arena, *, pages_per_chunk: int, n_pages: int) -> None:
+    def __init__(self, arena: KvChunks, *, pages_per_chunk: int, n_pages: int) -> None:
         self._arena, self.pages_per_chunk, self._n_pages = arena, pages_per_chunk, n_pages
         self._held = [False] * arena.geometry.chunks
         self._states = b""
@@ -111,14 +133,14 @@ class ChunkHoldings:
         empty = self.emptiest(free, at_most=len(free), keep_pages=self.pages_per_chunk)
         return max(0, len(empty) - 2)
 
-    def reclaim_of_the_dead(self) -> None:
-        """Take back what is lent where nobody is attached any more."""
+    def reclaim_of_the_dead(self, arena: Arena) -> None:
+        """Take back what `arena`, whose chunks these are, lends while nobody is attached."""
         owners = {
             info.owner
             for chunk, held in enumerate(self._held)
-            if not held and (info := self._arena.chunk(chunk)).state in (LENT, DRAINING)
+            if not held and (info := arena.chunk(chunk)).state in (LENT, DRAINING)
         }
-        if owners and not self._arena.peers():
+        if owners and not arena.peers():
             for owner in owners:
-                self._arena.reclaim(owner)
+                arena.reclaim(owner)
         self.refresh()

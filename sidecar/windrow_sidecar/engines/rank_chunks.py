@@ -11,7 +11,7 @@ import logging
 from bisect import insort
 from dataclasses import replace
 
-from windrow_sidecar._core import DRAINING, LENT, Arena, OwnershipError
+from windrow_sidecar._core import DRAINING, FREE, KV, LENT, Arena, Geometry, OwnershipError
 from windrow_sidecar.qos.rank_group import GroupDecision, RankLending, applied
 
 _log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class RankChunks:
         self._arena = arena
         self._home = list(range(arena.geometry.chunks))  # neither KV's nor the worker's, ascending
         self._kv: set[int] = set()
+        self._states = bytearray([FREE] * arena.geometry.chunks)
         self._users: dict[int, set[int]] = {}  # processes that were attached, by epoch
         self.lending = RankLending()
 
@@ -46,6 +47,15 @@ class RankChunks:
     def failed(self) -> str:
         """Reason why this rank could not apply what was decided; "": it could."""
         return self.lending.failed
+
+    @property
+    def geometry(self) -> Geometry:
+        """Sizes of the arena."""
+        return self._arena.geometry
+
+    def states(self) -> bytes:
+        """Return one byte a chunk, as `Arena.states` has them, by the account."""
+        return bytes(self._states)
 
     @property
     def home(self) -> list[int]:
@@ -58,6 +68,7 @@ class RankChunks:
             return -1
         chunk = self._home.pop(0)
         self._kv.add(chunk)
+        self._states[chunk] = KV
         try:
             self._arena.take_kv_chunk(chunk)
         except OwnershipError as error:
@@ -67,6 +78,7 @@ class RankChunks:
     def return_kv(self, chunk: int) -> None:
         """Take back a chunk that has no KV any more."""
         self._kv.discard(chunk)
+        self._states[chunk] = FREE
         insort(self._home, chunk)
         try:
             self._arena.return_kv(chunk)
@@ -110,6 +122,10 @@ class RankChunks:
         self.lending = applied(self.lending, decision, frozenset(not_lent))
         for chunk in decision.hand_back:
             insort(self._home, chunk)
+        moved = (decision.lend, LENT), (decision.revoke, DRAINING), (decision.hand_back, FREE)
+        for chunks, state in moved:
+            for chunk in chunks:
+                self._states[chunk] = state
 
     def _reclaim(self, owner: int) -> None:
         """Take back what a dead worker had, once its process of this rank has gone.

@@ -266,7 +266,7 @@ class HarvestHook(HarvestStep):
             harvests=terms is not None and terms.mode == "harvest",
             objective_us=controller.step_objective_us,
             token_objective_us=terms.objective_us if terms else 0,
-            max_memory_percent=terms.max_memory_percent if terms and self._settings.lends else 0,
+            max_memory_percent=terms.max_memory_percent if terms else 0,
             step_tokens=controller.step_tokens,
         )
 

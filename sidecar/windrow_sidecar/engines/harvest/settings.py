@@ -34,7 +34,6 @@ class HarvestSettings:
         without: protections that are off, for tests and benchmarks that show what each is for.
         gaps: the engine begins a step no earlier than `Grant.gap_until_ns` says.
         layers: of decode's model; 0: as many as the arena has.
-        lends: chunks of the arena are lent; else only time and compute, whatever a policy allows.
         in_turns: decode and finetuning alternate in one process (see `qos.terms.in_turns`).
     """
 
@@ -50,6 +49,5 @@ class HarvestSettings:
     gaps: bool = False
     layers: int = 0
     in_turns: bool = False
-    lends: bool = True
     predictor: PredictorForm = "windrow"
     without: frozenset[Protection] = frozenset()

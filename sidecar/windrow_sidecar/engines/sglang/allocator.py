@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from windrow_sidecar._core import Arena, Error
-from windrow_sidecar.engines.chunks import ChunkHoldings
+from windrow_sidecar.engines.chunks import ChunkHoldings, KvChunks
 from windrow_sidecar.engines.sglang.free_pages import (
     is_idle,
     pages_by_chunk,
@@ -26,10 +26,20 @@ Fence = Callable[[], Callable[[int], bool]]
 """Makes a check: whether nothing can write any more, at that time (ns), to pages freed before."""
 
 
-def allocator_class(arena: Arena, fence: Fence) -> type[Any]:
+class _Parked(NamedTuple):
+    """Empty chunks that wait until nothing writes to them: their set's number, and the check."""
+
+    number: int
+    is_quiet: Callable[[int], bool]
+    chunks: list[int]
+
+
+def allocator_class(arena: Arena, fence: Fence, chunks: KvChunks | None = None) -> type[Any]:
     """A subclass of SGLang's `PagedTokenToKVPoolAllocator` over `arena`; imports SGLang.
 
     Chunks that it sets free wait behind `fence` before a worker can have them.
+
+    `chunks`: of the arena, as the ranks of the engine have agreed on them; None: the arena's own.
     """
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
@@ -47,9 +57,10 @@ def allocator_class(arena: Arena, fence: Fence) -> type[Any]:
         ) -> None:
             slots = arena.geometry.slots_per_chunk
             self.chunks = ChunkHoldings(
-                arena, pages_per_chunk=slots // page_size, n_pages=size // page_size
+                chunks or arena, pages_per_chunk=slots // page_size, n_pages=size // page_size
             )
-            self._parked: deque[tuple[Callable[[int], bool], list[int]]] = deque()
+            self._parked: deque[_Parked] = deque()
+            self._sets = self._quiet = 0  # numbers of the newest set, and of the last quiet one
             self._blanking: Any = None  # a stream of a GPU
             super().__init__(size, page_size, dtype, device, kvcache, need_sort)
 
@@ -107,13 +118,13 @@ def allocator_class(arena: Arena, fence: Fence) -> type[Any]:
 
         def hold(self, n_pages: int) -> None:
             """Have so many free pages at hand, as far as the arena gives chunks."""
-            if len(self.free_pages) + self.num_staged_pages >= n_pages:
+            if not self.lacks(n_pages):
                 return
             while self._parked:
-                for parked in self._parked.pop()[1]:
+                for parked in self._parked.pop().chunks:
                     self._stage(self.chunks.pages_of(parked))
             try:
-                while len(self.free_pages) + self.num_staged_pages < n_pages:
+                while self.lacks(n_pages):
                     chunk = self.chunks.take()
                     if chunk is None:
                         return
@@ -123,12 +134,36 @@ def allocator_class(arena: Arena, fence: Fence) -> type[Any]:
             except Error:  # SGLang answers a short pool; it must not die of ours
                 return
 
+        def lacks(self, n_pages: int) -> bool:
+            """Return whether fewer free pages are at hand."""
+            return len(self.free_pages) + self.num_staged_pages < n_pages
+
         def settle(self, now_ns: int) -> None:
             """Give the arena what nothing writes to any more, and see what has come back."""
-            while self._parked and self._parked[0][0](now_ns):
-                for chunk in self._parked.popleft()[1]:
-                    self.chunks.give(chunk)
+            self.give(self.quiet(now_ns))
             self.chunks.refresh()
+
+        def quiet(self, now_ns: int) -> int:
+            """Return the number of the last set of empty chunks to which nothing writes any more.
+
+            It only grows, and no set before it is written to.
+            """
+            for parked in self._parked:
+                if parked.number > self._quiet:
+                    if not parked.is_quiet(now_ns):
+                        break
+                    self._quiet = parked.number
+            return self._quiet
+
+        def gives(self, number: int) -> bool:
+            """Return whether `give` would give anything."""
+            return bool(self._parked) and self._parked[0].number <= number
+
+        def give(self, number: int) -> None:
+            """Give the arena the sets of empty chunks up to that number."""
+            while self.gives(number):
+                for chunk in self._parked.popleft().chunks:
+                    self.chunks.give(chunk)
 
         def is_idle(self) -> bool:
             """Return whether looking at free pages would wait for no work of decode's."""
@@ -139,26 +174,27 @@ def allocator_class(arena: Arena, fence: Fence) -> type[Any]:
 
             Returns how many it took.
             """
-            n_chunks -= sum(len(chunks) for _, chunks in self._parked)
+            n_chunks -= sum(len(parked.chunks) for parked in self._parked)
             free = self.get_all_free_pages()
             if n_chunks <= 0 or len(free) - keep_pages < self.chunks.pages_per_chunk:
                 return 0
-            n, chunks = self.chunks.pages_per_chunk, arena.geometry.chunks
-            counts = pages_by_chunk(free, n, chunks)
+            n, n_all = self.chunks.pages_per_chunk, arena.geometry.chunks
+            counts = pages_by_chunk(free, n, n_all)
             chosen = self.chunks.emptiest(counts, at_most=n_chunks, keep_pages=keep_pages)
             if not chosen:
                 return 0
             leaving = sum(counts[chunk] for chunk in chosen)
             self.free_pages = without_chunks(
-                free, chosen, pages_per_chunk=n, chunks=chunks, leaving=leaving
+                free, chosen, pages_per_chunk=n, chunks=n_all, leaving=leaving
             )
             self.staged_pages.clear()
             self.num_staged_pages = 0
-            self._parked.append((fence(), chosen))
+            self._sets += 1
+            self._parked.append(_Parked(self._sets, fence(), chosen))
             return len(chosen)
 
         def _parked_pages(self) -> int:
-            return sum(len(self.chunks.pages_of(c)) for _, some in self._parked for c in some)
+            return sum(len(self.chunks.pages_of(c)) for p in self._parked for c in p.chunks)
 
         def _blank(self, chunk: int) -> None:
             """Zero what a worker has left: a kernel may multiply slots that it masks, by 0.

@@ -28,6 +28,7 @@ from windrow_sidecar.engines.hook import (
 from windrow_sidecar.engines.sglang.learning import StepTokens
 from windrow_sidecar.engines.sglang.live_profile import LiveProfile
 from windrow_sidecar.engines.sglang.queues import own_deferral_us, waiting_requests
+from windrow_sidecar.engines.sglang.rank_lending import ChunkMoves, LeadingRank
 from windrow_sidecar.engines.sglang.ranks import SchedulerRanks, raise_failure
 from windrow_sidecar.engines.turns import Turns, turn_end_ns
 from windrow_sidecar.qos.levels import Partitioning
@@ -62,7 +63,8 @@ class HarvestParts:
     reserved_tokens: int  # that each request is sure to find room for
     speculates: bool = False  # a step yields a request several tokens
     turns: Turns | None = None  # with a finetune thread of this process
-    ranks: SchedulerRanks | None = None  # that the model is cut over; nothing is lent then
+    ranks: SchedulerRanks | None = None  # that the model is cut over
+    lending: LeadingRank | None = None  # of their chunks; None with ranks: nothing is lent
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,24 +212,59 @@ class SchedulerHarvest:
 
     def between_batches(self, scheduler: Any) -> None:  # noqa: ANN401
         """The safe point: nothing is being allocated. Chunks are set free, taken, given back."""
+        if self._parts.ranks is not None:  # chunks move with a broadcast (`moves`)
+            return
         now_ns = self._clock()
         if now_ns - self._looked_ns < _CHUNKS_EVERY_NS or not self.is_awake:
             return
         self._looked_ns = now_ns
-        if self._parts.ranks is not None:
-            raise_failure(self._parts.ranks)
-            return
         allocator = self._parts.allocator
         allocator.settle(now_ns)
         keep = self._pages_to_keep(scheduler)
         allocator.hold(keep)
         if self._parts.hook.failed:
-            allocator.chunks.reclaim_of_the_dead()
-        elif now_ns >= self._free_again_ns:
-            wanted = self._chunks_to_set_free()
-            looks = wanted > 0 and self._may_look(now_ns)
-            if looks and not allocator.set_free(wanted, keep_pages=keep):
+            allocator.chunks.reclaim_of_the_dead(self._parts.arena)
+        else:
+            wanted = self._empty_chunks_wanted(now_ns)
+            if wanted and not allocator.set_free(wanted, keep_pages=keep):
                 self._free_again_ns = now_ns + _NONE_EMPTY_NS
+
+    def moves(self, scheduler: Any) -> ChunkMoves | None:  # noqa: ANN401
+        """Return the chunks that all ranks move with the broadcast that begins; None: none.
+
+        Rank 0 of several. Every rank applies them where that broadcast ends.
+
+        Raises InvariantBroken where a rank could not apply an order before.
+        """
+        parts, now_ns = self._parts, self._clock()
+        if now_ns - self._looked_ns < _CHUNKS_EVERY_NS or not self.is_awake:
+            return None
+        self._looked_ns = now_ns
+        harvests = not parts.hook.failed
+        if parts.ranks is not None and harvests:
+            raise_failure(parts.ranks)
+        if parts.lending is None:
+            return None
+        keep = self._pages_to_keep(scheduler)
+        if parts.lending.found_none_empty():
+            self._free_again_ns = now_ns + _NONE_EMPTY_NS
+        wanted = self._empty_chunks_wanted(now_ns) if harvests else 0
+        found = parts.lending.moves(now_ns, harvests=harvests, keep_pages=keep, set_free=wanted)
+        if parts.lending.group.off and harvests:  # the decision that says so has to travel
+            self.give_up(InvariantBroken(parts.lending.group.off))
+        return found
+
+    def _empty_chunks_wanted(self, now_ns: int) -> int:
+        """Return how many empty chunks to take out of use; 0: none, or it is no time to look."""
+        if now_ns < self._free_again_ns:
+            return 0
+        wanted = self._chunks_to_set_free()
+        return wanted if wanted > 0 and self._may_look(now_ns) else 0
+
+    def _counts(self) -> tuple[int, int, int, int, int]:
+        """Return chunks FREE, KV, LENT, RESERVED and DRAINING, over ranks as these have agreed."""
+        lending = self._parts.lending
+        return self._parts.arena.counts() if lending is None else lending.group.counts()
 
     def idle(self) -> None:
         """Note that nothing runs."""
@@ -412,7 +449,7 @@ class SchedulerHarvest:
             facts = step.facts
             self._profile.alone(step.units, facts.batch, facts.context_tokens, latency_us)
         if self._parts.log is not None:
-            _, kv, lent, _, draining = self._parts.arena.counts()
+            _, kv, lent, _, draining = self._counts()
             self._parts.log.append(
                 StepEvent(
                     step=step.facts.step,
@@ -452,7 +489,7 @@ class SchedulerHarvest:
         lacking, terms = parts.inner.chunks_lacking, parts.inner.controller.terms
         if terms is None or terms.mode != "harvest":
             return lacking
-        free, kv, *others = parts.arena.counts()
+        free, kv, *others = self._counts()
         may_have = (free + kv + sum(others)) * terms.max_memory_percent // 100
         return max(lacking, may_have - free - sum(others))
 

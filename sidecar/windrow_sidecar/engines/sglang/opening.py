@@ -35,6 +35,11 @@ from windrow_sidecar.engines.sglang.harvesting import HarvestParts, SchedulerHar
 from windrow_sidecar.engines.sglang.in_engine import JobThread
 from windrow_sidecar.engines.sglang.learning import ReusedProfile
 from windrow_sidecar.engines.sglang.live_profile import LiveProfile
+from windrow_sidecar.engines.sglang.rank_lending import (
+    LeadingRank,
+    LendingRank,
+    look_at_others,
+)
 from windrow_sidecar.engines.sglang.ranks import AskedPartition, SchedulerRanks
 from windrow_sidecar.engines.sglang.weights import SharedModel
 from windrow_sidecar.qos.levels import Partitioning
@@ -71,15 +76,17 @@ def harvest_scheduler(
     """
     _probe(opened.scheduler, opened.allocator)
     ranks = opened.ranks
-    lendable = _lendable(opened.allocator) if ranks is None else 0
+    lendable = _lendable(opened.allocator)
     speculation = _speculation(opened.args)
     arena, args = opened.arena, opened.args
     jobs = opened.jobs
     device = _device(arena.driver, opened.shares, ranks, in_turns=jobs is not None)
     partition: Partition = device.partition
+    lending: LeadingRank | None = None
     if ranks is not None:
         ranks.open(device.partition)
         partition = AskedPartition(device.partition, ranks)
+        lending = _lead(opened, ranks)
     subject = Subject(
         device=device.label,
         driver=device.driver.partition(":")[0],
@@ -120,10 +127,10 @@ def harvest_scheduler(
             gaps=gaps,
             layers=opened.scheduler.model_config.num_hidden_layers,
             in_turns=jobs is not None,
-            lends=ranks is None,
         ),
         profile=profile,
         log=log,
+        group=lending.group if lending is not None else None,
         reports_profile=False,  # of another start: the first steps are compared with it before
         keep_profile=kept.keep,
         on_failure=on_failure,
@@ -144,6 +151,7 @@ def harvest_scheduler(
         speculates=bool(speculation.label),
         turns=jobs.turns if jobs is not None else None,
         ranks=ranks,
+        lending=lending,
     )
     reused = ReusedProfile(profile, device.splits.units) if profile else None
     live = LiveProfile(
@@ -151,19 +159,13 @@ def harvest_scheduler(
     )
     harvest = SchedulerHarvest(parts, live)
     shared = "shared" if opened.weights is not None else "not shared"
-    if ranks is None:
-        _log.info(
-            "windrow: %d chunks of %d tokens can be lent; weights are %s",
-            lendable,
-            arena.geometry.slots_per_chunk,
-            shared,
-        )
-    else:
-        _log.info(
-            "windrow: %d ranks share time and compute, and lend no memory; weights are %s",
-            ranks.ranks,
-            shared,
-        )
+    _log.info(
+        "windrow: %d chunks of %d tokens can be lent%s; weights are %s",
+        lendable,
+        arena.geometry.slots_per_chunk,
+        f" on each of {ranks.ranks} ranks" if ranks is not None else "",
+        shared,
+    )
     if opened.beside_bytes:
         _log.info(
             "windrow: %d MiB of KV of drafts, sliding windows and indexes are not lent",
@@ -195,16 +197,32 @@ def open_rank(opened: Opened, run_dir: RunDir) -> None:
     `run_dir`: as this rank sees it. Raises UserError where the device cannot be shared,
     InvariantBroken where the allocator counts otherwise than SGLang's own.
     """
-    assert opened.ranks is not None
+    ranks = opened.ranks
+    assert ranks is not None
     # As on rank 0, so that pages are handed out in the same order on all.
     _probe(opened.scheduler, opened.allocator)
-    device = _device(opened.arena.driver, opened.shares, opened.ranks, in_turns=False)
-    opened.ranks.open(device.partition)
+    device = _device(opened.arena.driver, opened.shares, ranks, in_turns=False)
+    ranks.open(device.partition)
+    ranks.lending = _lending_rank(opened, ranks)
     _export(opened, run_dir)
     with device.background_threads():
         opened.arena.serve(str(run_dir.arena_socket()))
     shared = "shared" if opened.weights is not None else "not shared"
-    _log.info("windrow: rank %d follows; its weights are %s", opened.ranks.rank, shared)
+    _log.info("windrow: rank %d follows; its weights are %s", ranks.rank, shared)
+
+
+def _lending_rank(opened: Opened, ranks: SchedulerRanks) -> LendingRank:
+    assert ranks.chunks is not None
+    return LendingRank(ranks.chunks, opened.allocator, opened.arena.page)
+
+
+def _lead(opened: Opened, ranks: SchedulerRanks) -> LeadingRank:
+    """Return what decides on the chunks of all ranks, which serve them by now.
+
+    Raises AttachError.
+    """
+    own = ranks.lending = _lending_rank(opened, ranks)
+    return LeadingRank(own, look_at_others(ranks.run_dir, ranks.ranks))
 
 
 def _export(opened: Opened, run_dir: RunDir) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from windrow_sidecar.engines.confined import GraphShares
     from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest
     from windrow_sidecar.engines.sglang.in_engine import JobThread
+    from windrow_sidecar.engines.sglang.rank_lending import ChunkMoves
     from windrow_sidecar.engines.sglang.ranks import SchedulerRanks
     from windrow_sidecar.engines.sglang.transfers import RangeProbe
     from windrow_sidecar.engines.sglang.weight_cuts import ModelCut
@@ -260,9 +261,14 @@ class Plugin:
 
             if self.range_probe is not None:
                 self.range_probe.check()
-            arena = make_arena(pool)
+            arena = make_arena(pool, reserved_chunks=1 if self.ranks is None else 0)
             use_arena(pool, arena)
-            self.allocator_class = allocator_class(arena, self._fence)
+            chunks = None
+            if self.ranks is not None:
+                from windrow_sidecar.engines.rank_chunks import RankChunks
+
+                chunks = self.ranks.chunks = RankChunks(arena)
+            self.allocator_class = allocator_class(arena, self._fence, chunks)
             self.arena, self.pool = arena, pool
         except Exception as error:  # noqa: BLE001 - serving goes on whatever it is
             self._switch_off("the KV pool cannot lie in an arena", error)
@@ -363,13 +369,26 @@ class Plugin:
         ranks = self.ranks
         assert ranks is not None
         holds = self.harvest is not None and not self.off and self.harvest.holds_admission
-        order, found = carried(ranks, original, receiver, recv_reqs, local_reqs, holds=holds)
+        order, found = carried(
+            ranks, original, receiver, recv_reqs, local_reqs, holds=holds, moves=self._moves
+        )
         if order is not None:
             self._guarded_step(ranks.take, order)
             if order.off and not self.off:
                 _log.error("windrow: harvesting is off on all ranks: %s", order.off)
                 self.off = order.off
+        self._guarded_step(ranks.tell, time.monotonic_ns())
         return found
+
+    def _moves(self) -> ChunkMoves | None:
+        """Return what rank 0 has decided on chunks; what has been lent comes back also when off."""
+        if self.harvest is None:
+            return None
+        try:
+            return self.harvest.moves(self.scheduler)
+        except Exception as error:  # noqa: BLE001 - serving goes on whatever it is
+            self._switch_off("a step hook failed", error)
+            return None
 
     def get_next_batch(self, scheduler: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
         """Lend and take back before an instance that also prefills admits: the safe point."""

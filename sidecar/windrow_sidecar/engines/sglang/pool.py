@@ -117,14 +117,17 @@ def driver_of(device: str) -> str:
     return f"cuda:{found.index if found.index is not None else torch.cuda.current_device()}"
 
 
-def make_arena(pool: Any) -> Arena:  # noqa: ANN401
-    """Make the arena for a pool that has no buffers yet. Raises UserError, GeometryError."""
+def make_arena(pool: Any, *, reserved_chunks: int = 1) -> Arena:  # noqa: ANN401
+    """Make the arena for a pool that has no buffers yet. Raises UserError, GeometryError.
+
+    `reserved_chunks`: none over ranks, whose reserve rank 0 keeps in its account.
+    """
     check_pool(pool)
     geometry = plan_geometry(pool)
     driver = driver_of(pool.device)
     if driver == "host":
         require_memory(geometry.arena_bytes)
-    return Arena.create(geometry, reserved_chunks=1, driver=driver)
+    return Arena.create(geometry, reserved_chunks=reserved_chunks, driver=driver)
 
 
 def use_arena(pool: Any, arena: Arena) -> None:  # noqa: ANN401

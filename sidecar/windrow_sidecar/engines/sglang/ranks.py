@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 from windrow.errors import InvariantBroken, UserError
 from windrow.rundir import RunDir
 from windrow_sidecar.compute.partition import Partition, Side, UnknownLevel
+from windrow_sidecar.engines.rank_chunks import RankChunks
+from windrow_sidecar.engines.sglang.rank_lending import ChunkMoves, LendingRank
 
 _PARALLEL = "sglang.srt.runtime_context.get_parallel"
 
@@ -30,11 +32,13 @@ class RankOrder(NamedTuple):
         units: of the device that decode computes on.
         holds: whether a decode instance admits no request.
         off: why nothing is harvested any more; "": it is.
+        moves: chunks that move once, with this order; None: none does.
     """
 
     units: int
     holds: bool = False
     off: str = ""
+    moves: ChunkMoves | None = None
 
 
 _NOTHING = RankOrder(0)  # before a rank has been opened
@@ -64,6 +68,8 @@ class SchedulerRanks:
         run_dir: as rank 0 sees it, once all have met.
         order: in force on every rank.
         move: puts this rank on so many units; raises InvariantBroken where it cannot.
+        chunks: of this rank's arena, once its KV has one.
+        lending: what this rank does of what is decided on chunks; None: none is lent.
     """
 
     rank: int
@@ -71,6 +77,8 @@ class SchedulerRanks:
     run_dir: RunDir
     order: RankOrder = _NOTHING
     move: Callable[[int], None] = lambda units: None
+    chunks: RankChunks | None = None
+    lending: LendingRank | None = None
     _asked: RankOrder = _NOTHING
 
     def open(self, partition: Partition) -> None:
@@ -87,21 +95,31 @@ class SchedulerRanks:
         if not self._asked.off:
             self._asked = self._asked._replace(off=reason)
 
-    def news(self, *, holds: bool) -> RankOrder | None:
+    def news(self, *, holds: bool, moves: ChunkMoves | None = None) -> RankOrder | None:
         """Return what the ranks have not heard yet; None: nothing (rank 0).
 
-        `holds`: whether admission is held back now.
+        `holds`: whether admission is held back now. `moves`: chunks that move with it.
         """
-        wanted = self._asked._replace(holds=holds and not self._asked.off)
+        wanted = self._asked._replace(holds=holds and not self._asked.off, moves=moves)
         return None if wanted == self.order else wanted
 
     def take(self, order: RankOrder) -> None:
-        """Apply what rank 0 has decided. Raises InvariantBroken where this rank cannot move."""
+        """Apply what rank 0 has decided.
+
+        Raises InvariantBroken where this rank cannot move, ValueError where a decision is missing.
+        """
         # Before the move: what is admitted has to be the same on all ranks, whatever fails.
-        moves = order.units not in (0, self.order.units)
-        self.order = order
-        if moves:
+        to_other_units = order.units not in (0, self.order.units)
+        self.order = order._replace(moves=None)
+        if self.lending is not None and order.moves is not None:
+            self.lending.apply(order.moves)
+        if to_other_units:
             self.move(order.units)
+
+    def tell(self, now_ns: int) -> None:
+        """Let rank 0 know how far this one is. Raises InvariantBroken where it could not go on."""
+        if self.lending is not None:
+            self.lending.tell(now_ns)
 
     def failure(self) -> str:
         """Return why a rank could not apply an order, with its number; "": each could (rank 0)."""
@@ -152,6 +170,7 @@ def carried(
     local: list[Any] | None,
     *,
     holds: bool,
+    moves: Callable[[], ChunkMoves | None],
 ) -> tuple[RankOrder | None, Any]:
     """Broadcast SGLang's requests, and with them on rank 0 what the ranks have not heard yet.
 
@@ -162,13 +181,14 @@ def carried(
         requests: that came to this rank; None on all but rank 0.
         local: aborts that rank 0 has decided on.
         holds: whether rank 0 holds admission back now.
+        moves: returns the chunks that rank 0 has decided to move with this broadcast.
 
     Returns:
         the order that came with them, for this rank to take, and the requests.
     """
-    order = ranks.news(holds=holds) if ranks.rank == 0 and requests is not None else None
-    if order is not None and requests is not None:
-        requests = [order, *requests]
+    if ranks.rank == 0 and requests is not None:
+        order = ranks.news(holds=holds, moves=moves())
+        requests = requests if order is None else [order, *requests]
     found = broadcast(receiver, requests, local)
     if found and isinstance(found[0], RankOrder):
         return found[0], found[1:]

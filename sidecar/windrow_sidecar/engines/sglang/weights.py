@@ -76,7 +76,8 @@ class SharedModel:
         """Write for the worker where each tensor is; a reader sees nothing or all of it."""
         draft = path.with_suffix(".tmp")
         manifest = {"fingerprint": fingerprint, "tensors": self.tensors, "coded": self.coded}
-        draft.write_text(json.dumps({**manifest, "ranks": self.ranks}))
+        # KV of every rank is lent wherever weights are shared.
+        draft.write_text(json.dumps({**manifest, "ranks": self.ranks, "lends": True}))
         os.replace(draft, path)
 
     def make_private(self) -> None:
