@@ -231,6 +231,24 @@ CHUNK_RETURN: Final = _of_slot(
     buckets=CHUNK_RETURN_BUCKETS_SECONDS,
 )
 
+RANK_COMPUTED: Final = _of_slot(
+    "windrow_rank_computed_seconds_total",
+    _COUNTER,
+    "seconds",
+    "Processor time of the thread that computes decode's steps on a rank; where ranks differ, the "
+    "one with most holds the others up. Only of engines over several ranks, whose steps end with "
+    "the slowest.",
+    "rank",
+)
+RANK_LENT: Final = _of_slot(
+    "windrow_rank_lent_bytes",
+    _GAUGE,
+    "bytes",
+    "Memory of a rank's arena that its worker has; for longer than a step ranks differ where a "
+    "worker's rank has not given back what others have. Only of engines over several ranks.",
+    "rank",
+)
+
 # --- sidecar: what decides ------------------------------------------------------------------------
 
 DECISION: Final = _of_slot(

@@ -15,7 +15,13 @@ from farm import Requests, until
 from kubernetes import config
 from kubernetes.client import CoreV1Api
 
-from windrow.metrics import LORA_REQUESTS, SIDECAR_METRICS, MetricType
+from windrow.metrics import (
+    LORA_REQUESTS,
+    RANK_COMPUTED,
+    RANK_LENT,
+    SIDECAR_METRICS,
+    MetricType,
+)
 from windrow_lab.cluster import manifests
 from windrow_lab.cluster.monitoring import Prometheus
 
@@ -180,6 +186,9 @@ QUIET = {
     "windrow_job_cut_rows",
     "windrow_lora_requests_info",
     "windrow_worker_memory_bytes",
+    # Of engines over several ranks, and these have one.
+    "windrow_rank_computed_seconds_total",
+    "windrow_rank_lent_bytes",
     # The run's policy has no time to first token: its prompts come from elsewhere.
     "windrow_decode_first_tokens_total",
     "windrow_decode_first_tokens_over_objective_total",
@@ -196,8 +205,9 @@ def test_each_row_of_the_sidecars_table_was_written_in_the_run(scraped):
 
     written = {metric.name: most(metric) for metric in SIDECAR_METRICS}
     assert {name for name, value in written.items() if not value} <= QUIET
-    # The built-in engine serves no adapters.
-    assert {name for name, value in written.items() if value is None} <= {LORA_REQUESTS.name}
+    # The built-in engine serves no adapters, and here it has one rank.
+    missing = {LORA_REQUESTS.name, RANK_COMPUTED.name, RANK_LENT.name}
+    assert {name for name, value in written.items() if value is None} <= missing
 
 
 def test_the_labels_of_a_slot_are_namespace_and_name_of_its_harvestslot(scraped, farm):

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from support.examplejob import MODEL, pod_job
 from waiting import is_running
 
@@ -130,6 +131,14 @@ def is_rank(process: psutil.Process, engine: int) -> bool:
     return process.cmdline() == psutil.Process(engine).cmdline()
 
 
+def by_rank(folder: Path, metric: str) -> dict[str, float]:
+    """Return the series of a metric by its rank, as the sidecar exports them now."""
+    port = (folder / "metrics.port").read_text().strip()
+    families = text_string_to_metric_families(httpx.get(f"http://127.0.0.1:{port}/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    return {s.labels["rank"]: s.value for s in samples if s.name == metric}
+
+
 def events_of(operator: AttachedOperator, epoch: int, *kinds: int) -> list[attach_pb2.JobEvent]:
     """Return what was told of a placement, of these kinds or of its end in failure."""
     return [
@@ -164,6 +173,16 @@ async def test_a_job_over_ranks_outlives_its_ranks_and_decode_answers_as_alone(p
     await first_of(operator, 1, Event.CHECKPOINTED)
     assert "rank 1 of 2: sharing decode's weights" in (folder / "pod.log").read_text()
     await until(lambda: any(b.chunks_lent for b in operator.heartbeats), 60)
+    lent = await until(
+        lambda: (
+            (found := by_rank(folder, "windrow_rank_lent_bytes")) and all(found.values()) and found
+        ),
+        60,
+    )
+    assert lent.keys() == {"0", "1"}
+    computed = by_rank(folder, "windrow_rank_computed_seconds_total")
+    assert computed.keys() == {"0", "1"}
+    assert min(computed.values()) > 0
 
     # A rank of the worker is stopped in the middle of a step: decode waits for it nowhere, and the
     # job ends by the group's own bound.

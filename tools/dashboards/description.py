@@ -378,6 +378,7 @@ HARVEST = Board(
 )
 
 ONE = 'namespace="$namespace", slot="$slot"'
+COMPUTED = f"windrow_rank_computed_seconds_total{{{ONE}}}[$__rate_interval]"  # of a rank
 
 
 def _quantile(q: float, metric: str) -> str:
@@ -528,6 +529,34 @@ SLOT = Board(
                     "timeseries",
                     "suffix: tok/s",
                     8,
+                ),
+            ),
+        ),
+        Row(
+            "Ranks, where decode's model is over several",
+            (
+                Panel(
+                    "Computing of each rank, of the slowest one's",
+                    (
+                        Query(
+                            f"rate({COMPUTED}) / scalar(max(rate({COMPUTED})))",
+                            "rank {{rank}}",
+                        ),
+                    ),
+                    "timeseries",
+                    "percentunit",
+                    12,
+                    "Processor time of decode's steps, which end with the slowest rank. Empty for "
+                    "an engine of one rank.",
+                ),
+                Panel(
+                    "Lent memory, by rank",
+                    (Query(f"windrow_rank_lent_bytes{{{ONE}}}", "rank {{rank}}"),),
+                    "timeseries",
+                    "bytes",
+                    12,
+                    "Ranks lend the same chunks. One that stays above the others has a worker's "
+                    "rank that has not given back what it was asked for.",
                 ),
             ),
         ),

@@ -65,7 +65,7 @@ class EngineHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., slot: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., arena_socket: _Optional[str] = ..., weights_manifest: _Optional[str] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., device_uuid: _Optional[str] = ..., cores: _Optional[_Iterable[int]] = ..., sharing_code: _Optional[str] = ...) -> None: ...
 
 class EngineStats(_message.Message):
-    __slots__ = ("steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "busy_seconds", "breaker", "predicted_tokens_per_second", "decision_p50_seconds", "decision_p99_seconds", "requests_completed", "tpot_histogram", "tpot_sum_seconds", "objective_seconds", "paused", "decision_seconds", "tpot_objective_ratio", "predictor_ratio", "chunk_return_seconds", "chunks_lent", "chunks_revoked", "chunks_reclaimed", "guard_trips", "granted_unit_seconds", "predictor_margin", "throttled_periods", "throttled_seconds", "first_tokens", "first_tokens_over_objective", "predicted_from", "adapters")
+    __slots__ = ("steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "busy_seconds", "breaker", "predicted_tokens_per_second", "decision_p50_seconds", "decision_p99_seconds", "requests_completed", "tpot_histogram", "tpot_sum_seconds", "objective_seconds", "paused", "decision_seconds", "tpot_objective_ratio", "predictor_ratio", "chunk_return_seconds", "chunks_lent", "chunks_revoked", "chunks_reclaimed", "guard_trips", "granted_unit_seconds", "predictor_margin", "throttled_periods", "throttled_seconds", "first_tokens", "first_tokens_over_objective", "predicted_from", "adapters", "ranks")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEPS_OVER_OBJECTIVE_FIELD_NUMBER: _ClassVar[int]
     TPOT_P50_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class EngineStats(_message.Message):
     FIRST_TOKENS_OVER_OBJECTIVE_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_FROM_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     steps_over_objective: int
     tpot_p50_seconds: float
@@ -136,7 +137,16 @@ class EngineStats(_message.Message):
     first_tokens_over_objective: int
     predicted_from: str
     adapters: ServedAdapters
-    def __init__(self, steps: _Optional[int] = ..., steps_over_objective: _Optional[int] = ..., tpot_p50_seconds: _Optional[float] = ..., tpot_p99_seconds: _Optional[float] = ..., batch: _Optional[int] = ..., context_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., decode_units: _Optional[int] = ..., finetune_units: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., breaker: _Optional[str] = ..., predicted_tokens_per_second: _Optional[float] = ..., decision_p50_seconds: _Optional[float] = ..., decision_p99_seconds: _Optional[float] = ..., requests_completed: _Optional[int] = ..., tpot_histogram: _Optional[_Iterable[int]] = ..., tpot_sum_seconds: _Optional[float] = ..., objective_seconds: _Optional[float] = ..., paused: _Optional[str] = ..., decision_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., tpot_objective_ratio: _Optional[_Union[Histogram, _Mapping]] = ..., predictor_ratio: _Optional[_Union[Histogram, _Mapping]] = ..., chunk_return_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., chunks_lent: _Optional[int] = ..., chunks_revoked: _Optional[int] = ..., chunks_reclaimed: _Optional[int] = ..., guard_trips: _Optional[int] = ..., granted_unit_seconds: _Optional[float] = ..., predictor_margin: _Optional[float] = ..., throttled_periods: _Optional[int] = ..., throttled_seconds: _Optional[float] = ..., first_tokens: _Optional[int] = ..., first_tokens_over_objective: _Optional[int] = ..., predicted_from: _Optional[str] = ..., adapters: _Optional[_Union[ServedAdapters, _Mapping]] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankStats]
+    def __init__(self, steps: _Optional[int] = ..., steps_over_objective: _Optional[int] = ..., tpot_p50_seconds: _Optional[float] = ..., tpot_p99_seconds: _Optional[float] = ..., batch: _Optional[int] = ..., context_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., decode_units: _Optional[int] = ..., finetune_units: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., breaker: _Optional[str] = ..., predicted_tokens_per_second: _Optional[float] = ..., decision_p50_seconds: _Optional[float] = ..., decision_p99_seconds: _Optional[float] = ..., requests_completed: _Optional[int] = ..., tpot_histogram: _Optional[_Iterable[int]] = ..., tpot_sum_seconds: _Optional[float] = ..., objective_seconds: _Optional[float] = ..., paused: _Optional[str] = ..., decision_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., tpot_objective_ratio: _Optional[_Union[Histogram, _Mapping]] = ..., predictor_ratio: _Optional[_Union[Histogram, _Mapping]] = ..., chunk_return_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., chunks_lent: _Optional[int] = ..., chunks_revoked: _Optional[int] = ..., chunks_reclaimed: _Optional[int] = ..., guard_trips: _Optional[int] = ..., granted_unit_seconds: _Optional[float] = ..., predictor_margin: _Optional[float] = ..., throttled_periods: _Optional[int] = ..., throttled_seconds: _Optional[float] = ..., first_tokens: _Optional[int] = ..., first_tokens_over_objective: _Optional[int] = ..., predicted_from: _Optional[str] = ..., adapters: _Optional[_Union[ServedAdapters, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStats, _Mapping]]] = ...) -> None: ...
+
+class RankStats(_message.Message):
+    __slots__ = ("computed_seconds", "chunks_lent")
+    COMPUTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_LENT_FIELD_NUMBER: _ClassVar[int]
+    computed_seconds: float
+    chunks_lent: int
+    def __init__(self, computed_seconds: _Optional[float] = ..., chunks_lent: _Optional[int] = ...) -> None: ...
 
 class ServedAdapters(_message.Message):
     __slots__ = ("most_on_device", "on_device", "waited_for")

@@ -185,6 +185,13 @@ def _device(slots: Mapping[Key, AgentSlot]) -> Iterator[Family]:
     yield _gauge(m.ARENA, arena)
     yield _gauge(m.CHUNK_BYTES, [(key, float(hello.chunk_bytes)) for key, hello in known])
     yield _counter(m.CHUNKS_MOVED, moved)
+    ranks = [
+        ((*key, str(rank)), stats, slot.hello.chunk_bytes if slot.hello else 0)
+        for key, slot in slots.items()
+        for rank, stats in enumerate(slot.stats.ranks)
+    ]
+    yield _counter(m.RANK_COMPUTED, [(key, rank.computed_seconds) for key, rank, _ in ranks])
+    yield _gauge(m.RANK_LENT, [(key, float(rank.chunks_lent * each)) for key, rank, each in ranks])
     yield _histogram(
         m.CHUNK_RETURN, {key: s.stats.chunk_return_seconds for key, s in slots.items()}
     )

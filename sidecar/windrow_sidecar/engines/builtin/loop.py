@@ -173,6 +173,7 @@ class DecodeLoop:
                 parts.turns.lend(parts.clock_ns() + SETTLES_NS, parts.clock_ns)
 
         if parts.others is not None:
+            parts.others.meter.begin()
             self._tell_ranks(parts.others, decision, admits=admits)
         if prefill is not None:
             begin_ns = parts.clock_ns()
@@ -180,6 +181,8 @@ class DecodeLoop:
             took_us = (parts.clock_ns() - begin_ns) // 1000
             parts.hook.after_prompt(len(prefill[1]), took_us, decision)
         if not batch:
+            if parts.others is not None:
+                parts.others.meter.end()
             self._after_bare_pass(computed=prefill is not None)
             return None
         began_ns = parts.clock_ns()
@@ -189,6 +192,7 @@ class DecodeLoop:
             parts.deferred.ran_alone((end_ns - began_ns) / 1e3)
         if parts.others is not None:
             parts.others.chose(tokens)
+            parts.others.meter.end()
         if ride and parts.deferred is None:
             self._learn_joined(ride, len(batch), end_ns - start_ns)
         parts.hook.after_step(end_ns, (end_ns - start_ns) // 1000)

@@ -50,6 +50,7 @@ from windrow_sidecar.engines.kept_profile import KeptProfile
 from windrow_sidecar.engines.logflush import LogFlusher
 from windrow_sidecar.engines.profile import Subject
 from windrow_sidecar.engines.rank_chunks import RankChunks
+from windrow_sidecar.engines.rank_pages import RankMeter, RankPages, look_at_others
 from windrow_sidecar.heap import settle_heap
 from windrow_sidecar.qos.deferred_passes import DeferredPasses
 
@@ -278,22 +279,32 @@ def _start_harvesting(
         if parts.others is not None:
             assert isinstance(parts.arena, RankChunks)
             group = group_chunks(parts.arena, parts.others, settings.run_dir, settings.ranks)
-        return (
-            harvesting.start(
-                settings,
-                settings.run_dir,
-                arena=arena,
-                device=device,
-                subject=subject,
-                profile=profile,
-                log=log,
-                group=group,
-            ),
-            group,
+        running = harvesting.start(
+            settings,
+            settings.run_dir,
+            arena=arena,
+            device=device,
+            subject=subject,
+            profile=profile,
+            log=log,
+            group=group,
         )
+        if parts.others is not None:
+            _show_ranks(running, parts.others, arena, settings)
     except Exception:  # noqa: BLE001 - serving must start without us, whatever it is
         _log.exception("harvesting is off: it did not start; decode serves alone")
         return None
+    return running, group
+
+
+def _show_ranks(
+    running: RunningHarvest, others: RankLeader, arena: Arena, settings: EngineSettings
+) -> None:
+    """Have the link report the figures of every rank. Raises AttachError."""
+    assert settings.run_dir is not None
+    others.meter = RankMeter(arena.page)
+    pages = RankPages(arena, look_at_others(settings.run_dir, settings.ranks))
+    running.link.show_ranks(pages.figures)
 
 
 def _close_arena(arena: Arena) -> None:

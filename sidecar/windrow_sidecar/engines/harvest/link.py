@@ -21,6 +21,7 @@ from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow_sidecar.cgroup import Throttled, read_throttled
 from windrow_sidecar.engines.harvest.hook import HarvestHook
 from windrow_sidecar.engines.harvest.stats import BucketCounts, StepStatistics
+from windrow_sidecar.engines.rank_pages import RankFigures
 from windrow_sidecar.qos.terms import HarvestTerms, make_terms
 
 _log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class EngineAgentLink:
         self._requests_completed = 0
         self._throttled = Throttling(throttled)
         self._read_adapters: Callable[[], agent_pb2.ServedAdapters | None] = lambda: None
+        self._read_ranks: Callable[[], list[RankFigures]] = list
         self._thread = threading.Thread(target=self._run, name="windrow-agent-link", daemon=True)
 
     def start(self) -> None:
@@ -111,6 +113,10 @@ class EngineAgentLink:
     def show_adapters(self, read: Callable[[], agent_pb2.ServedAdapters | None]) -> None:
         """Report with each figures what `read` returns; it is called on the link's thread."""
         self._read_adapters = read
+
+    def show_ranks(self, read: Callable[[], list[RankFigures]]) -> None:
+        """Report the figures of each rank as `read` returns them, on the link's thread."""
+        self._read_ranks = read
 
     def close(self) -> None:
         """Hang up; waits for the thread for at most two seconds."""
@@ -219,6 +225,10 @@ class EngineAgentLink:
             first_tokens=s.first_tokens,
             first_tokens_over_objective=s.first_tokens_over_objective,
             adapters=self._read_adapters(),
+            ranks=[
+                agent_pb2.RankStats(computed_seconds=r.computed_s, chunks_lent=r.chunks_lent)
+                for r in self._read_ranks()
+            ],
         )
 
     def _obey(self, command: agent_pb2.EngineCommand) -> None:

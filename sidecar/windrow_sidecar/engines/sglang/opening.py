@@ -29,17 +29,14 @@ from windrow_sidecar.engines.kept_profile import KeptProfile
 from windrow_sidecar.engines.logflush import LogFlusher
 from windrow_sidecar.engines.opening import open_harvest
 from windrow_sidecar.engines.profile import Subject, check_reusable
+from windrow_sidecar.engines.rank_pages import RankMeter, RankPages, look_at_others
 from windrow_sidecar.engines.sglang import compat
 from windrow_sidecar.engines.sglang.adapters import SchedulerAdapters
 from windrow_sidecar.engines.sglang.harvesting import HarvestParts, SchedulerHarvest
 from windrow_sidecar.engines.sglang.in_engine import JobThread
 from windrow_sidecar.engines.sglang.learning import ReusedProfile
 from windrow_sidecar.engines.sglang.live_profile import LiveProfile
-from windrow_sidecar.engines.sglang.rank_lending import (
-    LeadingRank,
-    LendingRank,
-    look_at_others,
-)
+from windrow_sidecar.engines.sglang.rank_lending import LeadingRank, LendingRank
 from windrow_sidecar.engines.sglang.ranks import AskedPartition, SchedulerRanks
 from windrow_sidecar.engines.sglang.weights import SharedModel
 from windrow_sidecar.qos.levels import Partitioning
@@ -135,6 +132,9 @@ def harvest_scheduler(
         keep_profile=kept.keep,
         on_failure=on_failure,
     )
+    if ranks is not None:
+        pages = RankPages(arena, look_at_others(ranks.run_dir, ranks.ranks))
+        running.link.show_ranks(pages.figures)
     if getattr(args, "enable_lora", False) and running.link is not None:
         model = str(args.served_model_name or args.model_path)
         running.link.show_adapters(SchedulerAdapters(opened.scheduler, model).read)
@@ -213,6 +213,7 @@ def open_rank(opened: Opened, run_dir: RunDir) -> None:
 
 def _lending_rank(opened: Opened, ranks: SchedulerRanks) -> LendingRank:
     assert ranks.chunks is not None
+    ranks.meter = RankMeter(opened.arena.page)
     return LendingRank(ranks.chunks, opened.allocator, opened.arena.page)
 
 

@@ -12,15 +12,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from windrow.errors import InvariantBroken
-from windrow.rundir import RunDir
 from windrow_sidecar._core import Inspection, Page
 from windrow_sidecar.engines.harvest.group_chunks import GroupChunks
 from windrow_sidecar.engines.rank_chunks import RankChunks
+from windrow_sidecar.engines.rank_pages import APPLIED, QUIET
 from windrow_sidecar.qos.rank_group import GroupDecision
-
-# Counters of a rank's page (even ones are decode's): the last decision that it applied, and the
-# last of its sets of empty chunks to which nothing of this rank writes any more.
-APPLIED, QUIET = 0, 2
 
 
 class ChunkMoves(NamedTuple):
@@ -132,12 +128,3 @@ class LeadingRank:
         if decision or set_free or allocator.gives(quiet) or allocator.lacks(keep_pages):
             return ChunkMoves(decision, quiet, keep_pages, set_free)
         return None
-
-
-def look_at_others(run_dir: RunDir, ranks: int) -> list[Inspection]:
-    """Return the arenas of the ranks from 1 on, which serve them in the slot's run directory.
-
-    Raises AttachError: one cannot be looked at.
-    """
-    sockets = [run_dir.of_rank(rank).arena_socket() for rank in range(1, ranks)]
-    return [Inspection.open(str(socket)) for socket in sockets]

@@ -20,6 +20,7 @@ from windrow.errors import InvariantBroken, UserError
 from windrow.rundir import RunDir
 from windrow_sidecar.compute.partition import Partition, Side, UnknownLevel
 from windrow_sidecar.engines.rank_chunks import RankChunks
+from windrow_sidecar.engines.rank_pages import RankMeter
 from windrow_sidecar.engines.sglang.rank_lending import ChunkMoves, LendingRank
 
 _PARALLEL = "sglang.srt.runtime_context.get_parallel"
@@ -70,6 +71,7 @@ class SchedulerRanks:
         move: puts this rank on so many units; raises InvariantBroken where it cannot.
         chunks: of this rank's arena, once its KV has one.
         lending: what this rank does of what is decided on chunks; None: none is lent.
+        meter: of this rank's passes, once it is open.
     """
 
     rank: int
@@ -79,6 +81,7 @@ class SchedulerRanks:
     move: Callable[[int], None] = lambda units: None
     chunks: RankChunks | None = None
     lending: LendingRank | None = None
+    meter: RankMeter | None = None
     _asked: RankOrder = _NOTHING
 
     def open(self, partition: Partition) -> None:

@@ -34,6 +34,7 @@ from windrow_sidecar.compute.communicator import Communicator
 from windrow_sidecar.engines.builtin.scheduler import EngineRequest, Scheduler, finish_reason
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Submit
 from windrow_sidecar.engines.rank_chunks import RankChunks
+from windrow_sidecar.engines.rank_pages import RankMeter
 from windrow_sidecar.qos.rank_group import GroupDecision
 
 _log = logging.getLogger(__name__)
@@ -89,11 +90,13 @@ class RankLeader:
         others: process and pipe of each, from rank 1 on.
         refused: why a rank could not apply what was decided; "": each could.
         heard_of: called with a rank and what it says of chunks.
+        meter: of rank 0's own passes.
     """
 
     others: list[tuple[int, Connection]]
     refused: str = ""
     heard_of: Callable[[int, Said], None] = lambda rank, said: None
+    meter: RankMeter = field(default_factory=RankMeter)
     _heard: list[Submit | Cancel] = field(default_factory=list)
     _tokens: list[int] = field(default_factory=list)
     _status: dict[int, int] = field(default_factory=dict)
@@ -294,6 +297,7 @@ class RankFollower:
         decode: computes a step of a batch.
         activate: moves this rank to so many units of the device, decode's.
         chunks: of this rank's arena.
+        meter: of this rank's passes.
         prefill_tokens: of a prompt in one pass.
     """
 
@@ -305,10 +309,11 @@ class RankFollower:
         decode: Callable[[list[EngineRequest]], object],
         activate: Callable[[int], None],
         chunks: RankChunks,
+        meter: RankMeter,
         *,
         prefill_tokens: int,
     ) -> None:
-        self._chunks, self._said = chunks, Said()
+        self._chunks, self._meter, self._said = chunks, meter, Said()
         self._scheduler, self._fill = scheduler, fill
         self._prefill, self._decode, self._activate = prefill, decode, activate
         self._prefill_tokens = prefill_tokens
@@ -328,7 +333,9 @@ class RankFollower:
                 self._activate(order.units)
             except InvariantBroken as error:  # it computes where it is; rank 0 ends harvesting
                 refused = str(error)
+            self._meter.begin()
             self.run(order, lambda: self._say(pipe, refused))  # noqa: B023 - called in `run`
+            self._meter.end()
 
     def _say(self, pipe: Connection, refused: str) -> None:
         """Tell rank 0 what has changed of what this rank could do."""

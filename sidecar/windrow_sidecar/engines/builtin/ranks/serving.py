@@ -10,7 +10,6 @@ from multiprocessing.connection import Connection
 import torch
 
 from windrow.rundir import RunDir
-from windrow_sidecar._core import Inspection
 from windrow_sidecar.compute.communicator import Communicator
 from windrow_sidecar.engines.builtin.device import open_device
 from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
@@ -22,6 +21,7 @@ from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.engines.harvest.group_chunks import GroupChunks
 from windrow_sidecar.engines.rank_chunks import RankChunks
+from windrow_sidecar.engines.rank_pages import RankMeter, look_at_others
 from windrow_sidecar.engines.weight_files import SERVED_FIELD, read_header, weight_files
 
 _log = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ def _follow(settings: EngineSettings, shard: EngineShard, pipe: Connection) -> N
         lambda batch: parts.decoder.logits(batch),
         parts.partition.activate,
         parts.arena,
+        RankMeter(arena.page),
         prefill_tokens=settings.prefill_tokens,
     ).follow(pipe)
 
@@ -98,10 +99,7 @@ def group_chunks(own: RankChunks, others: RankLeader, run_dir: RunDir, ranks: in
     Raises:
         AttachError: the arena of a rank cannot be looked at.
     """
-    tables = [
-        Inspection.open(str(run_dir.of_rank(rank).arena_socket())) for rank in range(1, ranks)
-    ]
-    lending = GroupChunks(own, [table.states for table in tables])
+    lending = GroupChunks(own, [table.states for table in look_at_others(run_dir, ranks)])
 
     def heard_of(rank: int, said: Said) -> None:
         lending.heard(rank, applied=said.applied, failed=said.failed)
