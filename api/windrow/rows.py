@@ -367,7 +367,8 @@ def _turn(turn: Any, name: str, where: str) -> Fields:  # noqa: ANN401 - it came
                 f"Take `{share}` out, or make a row of its own for each answer that shall be "
                 "learnt.",
             )
-    if not isinstance(turn.get("content"), str):
+    turn = {**turn, "content": _of_parts(turn.get("content"), name, where)}
+    if not isinstance(turn["content"], str):
         raise bad_row(where, f"{name} has no `content` that is text", "Write the turn's text.")
     if turn["role"] == "assistant" and not turn["content"].strip():
         raise bad_row(
@@ -377,6 +378,25 @@ def _turn(turn: Any, name: str, where: str) -> Fields:  # noqa: ANN401 - it came
         )
     # Tables have an empty list where a turn calls nothing; templates take it for a turn of calls.
     return {k: value for k, value in turn.items() if value is not None and k not in _CALLS}
+
+
+def _of_parts(content: Any, name: str, where: str) -> Any:  # noqa: ANN401 - it came from JSON
+    """Return the text of a list with one part, as OpenAI's clients write it; else the content."""
+    parts = content if isinstance(content, list) else []
+    kinds = [part.get("type") for part in parts if isinstance(part, dict)]
+    if other := next((kind for kind in kinds if kind not in ("text", "input_text")), None):
+        raise bad_row(
+            where,
+            f"{name} has a part of the type {other!r}, and text alone is learnt",
+            "Drop the row, or leave the part out.",
+        )
+    if len(parts) > 1 and len(kinds) == len(parts):
+        raise bad_row(
+            where,
+            f"{name} has {len(parts)} parts of text, which servers join in different ways",
+            "Write them as one text.",
+        )
+    return parts[0].get("text") if len(kinds) == len(parts) == 1 else content
 
 
 def _not_learnt(where: str, what: str) -> UserError:

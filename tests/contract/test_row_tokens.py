@@ -825,6 +825,25 @@ def test_answers_behind_others_than_users_hold_no_header(talk, expected):
     assert [rendered.text[begin:end] for begin, end in rendered.learnt] == expected[-1:]
 
 
+@pytest.mark.parametrize(
+    ("template", "talk", "told"),
+    [
+        (ASKS_USERS, CALLED, "answers are learnt without a header before them"),
+        (HEADER_MARKED, BOTH, "answers are learnt without a header before them"),
+        (
+            BEHIND["Phi-3: an end of the text where nothing is asked"][0],
+            BOTH,
+            "answers are learnt to the end of their turn",
+        ),
+        (EACH + ASKED + "{% endif %}", BOTH, ""),
+    ],
+)
+def test_answers_that_are_recognised_otherwise_are_told_with_their_first_row(template, talk, told):
+    _, notes = spoken(template, talk, specials=MARKS)
+    assert told in notes
+    assert ("(first in rows.jsonl:1)" in notes) == bool(told)
+
+
 def test_an_error_shows_nothing_of_what_is_said():
     thinks = "{% for m in messages %}<|{{ m.role }}|>{{ m.reasoning }}{{ m.content }}{% endfor %}"
     tokenizer = letters()

@@ -83,6 +83,24 @@ def write(tmp_path, *lines: str):
         ),
         (
             "chat",
+            '{"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text"}]}]}',
+            "messages[0] has a part of the type 'image', and text alone is learnt",
+        ),
+        (
+            "chat",
+            '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, '
+            '{"type": "text", "text": "b"}]}]}',
+            "messages[0] has 2 parts of text, which servers join in different ways",
+        ),
+        ("chat", '{"messages": [{"role": "user", "content": [3]}]}', "no `content` that is text"),
+        ("chat", '{"messages": [{"role": "user", "content": []}]}', "no `content` that is text"),
+        (
+            "chat",
+            '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
+            "no `content` that is text",
+        ),
+        (
+            "chat",
             '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}',
             "messages[0] has the `weight` 0",
         ),
@@ -647,3 +665,13 @@ def test_rows_to_evaluate_on_come_from_evalsource_and_all_others_are_trained_on(
     training = {"epochs": 1, "evalEverySteps": 5}
     dataset = {**JOB["dataset"], "evalFraction": 0, "evalSource": "/eval.jsonl"}
     assert parse_job_spec({**JOB, "training": training, "dataset": dataset}).dataset.evaluates
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text"])
+def test_a_content_of_one_part_is_its_text_as_servers_take_it(kind):
+    parts = [
+        {"role": role, "content": [{"type": kind, "text": said}]}
+        for role, said in (("user", "Hi"), ("assistant", "Yes"))
+    ]
+    row = row_of(DatasetRecord("rows.jsonl:1", {"messages": parts}), "chat")
+    assert [turn["content"] for turn in row.turns] == ["Hi", "Yes"]

@@ -32,6 +32,7 @@ from windrow_sidecar.finetune.data.row_fields import (
     said_in,
     without,
 )
+from windrow_sidecar.finetune.data.tally import Tally
 
 # By which a template says itself what the assistant says.
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -60,15 +61,18 @@ class Conversations:
     ) -> None:
         self._tokenizer, self._learn_all = tokenizer, learn_all
         self._now, self._stops = now or datetime.now().astimezone(), stops
-        # Answers that a later turn makes the template write otherwise, and the first such row.
-        self.rewritten, self.first_rewritten = 0, ""
-        # Answers that the template writes otherwise than it asks for them, and the first such row.
-        self.unasked, self.first_unasked = 0, ""
+        # Answers that a later turn makes the template write otherwise.
+        self.rewritten = Tally()
+        # Answers that the template writes otherwise than it asks for them.
+        self.unasked = Tally()
         # The same of answers that the template marks: they are learnt.
-        self.unlike_asked, self.first_unlike_asked = 0, ""
-        # Turns of others and parts of answers that the template leaves out, and the first such row.
-        self.unwritten, self.first_unwritten = 0, ""
-        self.shortened, self.first_shortened = 0, ""
+        self.unlike_asked = Tally()
+        # Turns of others and parts of answers that the template leaves out.
+        self.unwritten = Tally()
+        self.shortened = Tally()
+        # Answers without a header that the template writes and does not ask by, and those whose
+        # end is that of their turn, since the template writes something else behind the last one.
+        self.headed, self.ended = Tally(), Tally()
         self.unread: Counter[str] = Counter()  # rows with a field of which the text has nothing
         self.dates: set[str] = set()  # what templates made of the time
         # Whether an earlier version made other tokens of a row, and in which way.
@@ -196,12 +200,12 @@ class Conversations:
                 if not text.startswith(prompt):
                     answered = self._text(row, turns[: i + 1])
                     if not answered.startswith(prompt):
-                        self.unlike_asked += 1
-                        self.first_unlike_asked = self.first_unlike_asked or row.where
+                        self.unlike_asked.add(row.where)
             except UserError:  # the template refuses a part of these turns
                 continue
             begun = outside(text, shared(text, prompt), self._tokens)
             if any(begin < begun < end for begin, end in marks):
+                self.headed.add(row.where)
                 self.unlike_before = self.unlike_before or "headers in marks are not learnt"
             marks = [(begun if begin < begun < end else begin, end) for begin, end in marks]
         return marks
@@ -221,8 +225,7 @@ class Conversations:
             if not answered.startswith(prompt):
                 said_there = said_in(turn, self._counts)
                 why = why or difference(prompt, answered, said_there, self._tokens)
-                self.unasked += 1
-                self.first_unasked = self.first_unasked or row.where
+                self.unasked.add(row.where)
                 continue
             begin = len(prompt)
             said = end_of_content(answered, begin, turn["content"])
@@ -243,9 +246,9 @@ class Conversations:
             else:
                 end = self._end_of_turn(answered, whole, said) or 0
                 if not end:
-                    self.rewritten += 1
-                    self.first_rewritten = self.first_rewritten or row.where
+                    self.rewritten.add(row.where)
                     continue
+                self.ended.add(row.where)
                 self.unlike_before = self.unlike_before or "answers of earlier turns are learnt"
             learnt.append((begin, end))
         if not learnt:
@@ -274,6 +277,7 @@ class Conversations:
             shown = (asked, self._text(row, first), first[-1]["content"])
             found = behind_header(shown, answered, begin, content, self._tokens)
         if found > begin:
+            self.headed.add(row.where)
             self.unlike_before = self.unlike_before or "headers between answers are not learnt"
         return found
 
@@ -298,8 +302,7 @@ class Conversations:
             if end_of_content(text, 0, turn["content"]) is None:
                 if answer:
                     raise nothing_of(row, i)
-                self.unwritten += 1
-                self.first_unwritten = self.first_unwritten or row.where
+                self.unwritten.add(row.where)
             elif answer:
                 self._note_shortened(row, turn, text)
 
@@ -321,16 +324,14 @@ class Conversations:
         """
         if turns[-1]["role"] == "user" or self._text(row, turns) != before:
             return False
-        self.unwritten += 1
-        self.first_unwritten = self.first_unwritten or row.where
+        self.unwritten.add(row.where)
         return True
 
     def _note_shortened(self, row: DatasetRow, turn: Fields, written: str) -> None:
         """Count an answer that lacks words: templates leave out what was thought."""
         for said in said_in(turn, self._counts):
             if said.strip() not in written and words(said) - words(written) - {"think"}:
-                self.shortened += 1
-                self.first_shortened = self.first_shortened or row.where
+                self.shortened.add(row.where)
                 return
 
     def _end_of_turn(self, answered: str, other: str, said: int) -> int | None:

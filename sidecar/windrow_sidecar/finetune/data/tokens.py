@@ -158,16 +158,28 @@ class RowTokenizer:
                 f"fields of chat rows that the model's chat template does not write: {named}; "
                 "nothing follows from them"
             )
-        if self._conversations.unwritten:
+        if unwritten := self._conversations.unwritten:
             yield (
-                f"{self._conversations.unwritten} turns are not in the text: the model's chat "
-                f"template writes nothing of them (first in {self._conversations.first_unwritten})"
+                f"{unwritten.count} turns are not in the text: the model's chat "
+                f"template writes nothing of them (first in {unwritten.first})"
             )
-        if self._conversations.shortened:
+        if shortened := self._conversations.shortened:
             yield (
-                f"{self._conversations.shortened} answers are learnt without a part: the model's "
+                f"{shortened.count} answers are learnt without a part: the model's "
                 "chat template leaves it out, as some do with thoughts (first in "
-                f"{self._conversations.first_shortened})"
+                f"{shortened.first})"
+            )
+        if headed := self._conversations.headed:
+            yield (
+                f"{headed.count} answers are learnt without a header before them, which the "
+                "model's chat template marks with them, or writes where it has not asked by it "
+                f"(first in {headed.first})"
+            )
+        if ended := self._conversations.ended:
+            yield (
+                f"{ended.count} answers are learnt to the end of their turn: the model's chat "
+                "template writes something else behind the last turn than between two (first in "
+                f"{ended.first})"
             )
         if self._as_served:
             yield (
@@ -176,17 +188,17 @@ class RowTokenizer:
                 f"{self._first_as_served})"
             )
         yield from self._requests.notes()
-        if self._conversations.unasked:
+        if unasked := self._conversations.unasked:
             yield (
-                f"{self._conversations.unasked} answers are not learnt: the model's chat template "
+                f"{unasked.count} answers are not learnt: the model's chat template "
                 "asks for them otherwise than it writes them (first in "
-                f"{self._conversations.first_unasked})"
+                f"{unasked.first})"
             )
-        if self._conversations.unlike_asked:
+        if unlike_asked := self._conversations.unlike_asked:
             yield (
-                f"{self._conversations.unlike_asked} answers are learnt as the model's chat "
+                f"{unlike_asked.count} answers are learnt as the model's chat "
                 "template marks them, and servers ask for them otherwise (first in "
-                f"{self._conversations.first_unlike_asked})"
+                f"{unlike_asked.first})"
             )
         if self._conversations.dates:
             dates = ", ".join(sorted(self._conversations.dates)[:_NAMED])
@@ -196,11 +208,11 @@ class RowTokenizer:
             )
         if self._endless:
             yield self._of_endless()
-        if self._conversations.rewritten:
+        if rewritten := self._conversations.rewritten:
             yield (
-                f"{self._conversations.rewritten} answers are not learnt: the model's chat "
+                f"{rewritten.count} answers are not learnt: the model's chat "
                 "template writes them otherwise once later turns follow (first in "
-                f"{self._conversations.first_rewritten}); give each its own row to learn them"
+                f"{rewritten.first}); give each its own row to learn them"
             )
 
     @property
