@@ -126,6 +126,16 @@ SLOT_INFO: Final = _of_slot(
     "device",
     "node",
 )
+SLOT_SHARING: Final = _of_slot(
+    "windrow_slot_sharing_info",
+    _GAUGE,
+    "",
+    "1 for each slot whose engine has called; the labels say how decode and the worker share the "
+    "device (`spatial`: at once, `temporal`: in turn) and why: a reason of the slot's condition "
+    "SharedInSpace, or `Cores` where the device is the host's.",
+    "sharing",
+    "reason",
+)
 ENGINE_UP: Final = _of_slot(
     "windrow_engine_up", _GAUGE, "", "1 while the slot's decode engine serves, else 0."
 )

@@ -13,12 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prometheus_client.core import CollectorRegistry
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow.proto import agent_pb2, attach_pb2
 from windrow.rundir import RunDir
 from windrow_sidecar.agent.channel import OutgoingQueue
+from windrow_sidecar.agent.exporter import Exporter
 from windrow_sidecar.agent.flags import parse_settings
 from windrow_sidecar.agent.gpu_sharing import GpuSharing, probe_gpu
 from windrow_sidecar.agent.job_run import JobRun
@@ -380,6 +382,30 @@ async def test_the_slots_facts_tell_how_its_gpu_is_shared(pod):
     assert slot.facts().sharing_code == Reason.POLICY_TEMPORAL
     slot.hello = agent_pb2.EngineHello(driver="host")
     assert slot.facts().sharing == slot.facts().sharing_reason == ""
+
+
+async def test_the_slots_metric_has_the_form_and_one_of_the_tables_reasons(pod):
+    sharing = await pod.share(GPU, in_time=True)
+    settings = AgentSettings(pod.run_dir, pod_namespace="d", pod_name="decode-0")
+    slot = AgentSlot(0, settings, EventOutbox(), on_facts=lambda: None, gpus=sharing)
+    (registry := CollectorRegistry()).register(Exporter(settings, lambda: [slot], lambda: True))
+
+    def told() -> list[tuple[str, str]]:
+        (family,) = (f for f in registry.collect() if f.name == "windrow_slot_sharing_info")
+        return [(s.labels["sharing"], s.labels["reason"]) for s in family.samples]
+
+    assert told() == []
+    slot.hello = agent_pb2.EngineHello(driver="cuda")
+    assert told() == [("temporal", Reason.POLICY_TEMPORAL)]
+    said = agent_pb2.EngineHello(
+        driver="cuda", sharing="temporal", sharing_code=Reason.MPS_TOO_LATE
+    )
+    slot.hello = said
+    assert told() == [("temporal", Reason.MPS_TOO_LATE)]
+    said.sharing_code = "a word of another release"
+    assert told() == [("temporal", Reason.REASON_NOT_SAID)]
+    slot.hello = agent_pb2.EngineHello(driver="host")
+    assert told() == [("spatial", "Cores")]
 
 
 @pytest.mark.parametrize(

@@ -306,6 +306,8 @@ async def test_the_sidecar_serves_its_rows_of_the_table_and_no_other(pod):
     assert info.labels["policy"] == "chat"
     assert info.labels["mode"] == "harvest"
     assert info.labels["model"] == "tiny"
+    (shared,) = families["windrow_slot_sharing_info"].samples
+    assert (shared.labels["sharing"], shared.labels["reason"]) == ("spatial", "Cores")
 
 
 async def test_settings_that_cannot_work_are_refused_at_once():

@@ -337,6 +337,20 @@ HARVEST = Board(
                     "`Serving` can take a job; the others are reasons of the slot's condition.",
                 ),
                 Panel(
+                    "Slots by how their device is shared, and why",
+                    (
+                        Query(
+                            f"sum by (sharing, reason) (windrow_slot_sharing_info{{{SLOTS}}})",
+                            "{{sharing}}: {{reason}}",
+                        ),
+                    ),
+                    "stacked",
+                    "short",
+                    8,
+                    "`spatial`: decode and worker at once; `temporal`: in turn, for a reason of the "
+                    "slot's condition SharedInSpace.",
+                ),
+                Panel(
                     "Decode pods prepared, and left as they came",
                     (
                         Query(
@@ -350,7 +364,7 @@ HARVEST = Board(
                     ),
                     "bars",
                     "short",
-                    12,
+                    8,
                     "The operator's events say why a pod was left.",
                 ),
                 Panel(
@@ -369,7 +383,7 @@ HARVEST = Board(
                     ),
                     "timeseries",
                     "s",
-                    12,
+                    8,
                     "Device seconds since midnight UTC; without a limit there is no second line.",
                 ),
             ),
@@ -578,6 +592,20 @@ SLOT = Board(
                     "No bar: it may run.",
                 ),
                 Panel(
+                    "How the device is shared, and why",
+                    (
+                        Query(
+                            f"windrow_slot_sharing_info{{{ONE}}}",
+                            "{{sharing}}: {{reason}}",
+                        ),
+                    ),
+                    "states",
+                    "short",
+                    12,
+                    "`temporal`: the worker runs while decode has no request. The reason is one of "
+                    "the slot's condition SharedInSpace, which says what to do.",
+                ),
+                Panel(
                     "Guard and breaker",
                     (
                         Query(
@@ -588,7 +616,7 @@ SLOT = Board(
                     ),
                     "timeseries",
                     "short",
-                    12,
+                    8,
                 ),
                 Panel(
                     "Predictor: measured over predicted",
@@ -599,7 +627,7 @@ SLOT = Board(
                     ),
                     "timeseries",
                     "percentunit",
-                    12,
+                    8,
                     "The margin follows the 95th percentile.",
                 ),
                 Panel(
@@ -610,7 +638,7 @@ SLOT = Board(
                     ),
                     "timeseries",
                     "s",
-                    12,
+                    8,
                 ),
             ),
         ),

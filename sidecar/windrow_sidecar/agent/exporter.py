@@ -19,6 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from windrow import metrics as m
+from windrow.conditions import Reason
 from windrow.crd import slot_name
 from windrow.errors import UserError
 from windrow.proto import agent_pb2
@@ -29,6 +30,7 @@ from windrow_sidecar.agent.slot import AgentSlot
 
 _log = logging.getLogger(__name__)
 
+_REASONS = frozenset(map(str, Reason))
 PORT_FILE = "metrics.port"  # below the run directory: where the endpoint listens
 
 Rows = Sequence[tuple[tuple[str, ...], float]]
@@ -102,6 +104,10 @@ class Exporter(Collector):
             m.SLOT_INFO,
             [((*key, *_info(slot), settings.node_name), 1) for key, slot in slots.items()],
         )
+        yield _gauge(
+            m.SLOT_SHARING,
+            [((*key, *_sharing(slot)), 1) for key, slot in slots.items() if slot.hello],
+        )
         yield from _decode(slots)
         yield from _device(slots)
         yield from _decisions(slots)
@@ -113,6 +119,17 @@ def _info(slot: AgentSlot) -> tuple[str, str, str, str, str]:
     hello, policy = slot.hello or agent_pb2.EngineHello(), slot.policy
     mode = policy.mode if policy.name else "off"
     return policy.name, mode, hello.model, hello.engine, hello.device
+
+
+def _sharing(slot: AgentSlot) -> tuple[str, str]:
+    """The labels `sharing` and `reason` of a slot."""
+    if slot.on_host:
+        return "spatial", "Cores"
+    shared = slot.shared()
+    if shared is None:
+        return "temporal", str(Reason.NO_WORKER_YET)
+    # Decode and worker may be of another release: each new word would be a series.
+    return shared.mode, shared.code if shared.code in _REASONS else str(Reason.REASON_NOT_SAID)
 
 
 def _decode(slots: Mapping[Key, AgentSlot]) -> Iterator[Family]:

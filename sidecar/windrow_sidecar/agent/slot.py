@@ -162,7 +162,7 @@ class AgentSlot:
     def engine_reported(self, stats: agent_pb2.EngineStats) -> None:
         """Take the engine's report; called once a second."""
         self.stats, self.reported_at_s = stats, time.time()
-        if (sharing := self._shared()) != self._told_sharing:
+        if (sharing := self.shared()) != self._told_sharing:
             self._told_sharing = sharing
             if sharing is not None:
                 _log.warning(
@@ -320,9 +320,14 @@ class AgentSlot:
 
     # Reports
 
-    def _shared(self) -> Sharing | None:
+    @property
+    def on_host(self) -> bool:
+        """True where decode has called and runs on the host's cores."""
+        return self.hello is not None and self.hello.driver == "host"
+
+    def shared(self) -> Sharing | None:
         """Return how the slot's GPU is shared now, as its worker reports it too; None: no GPU."""
-        if self.hello is None or self.hello.driver == "host":
+        if self.hello is None or self.on_host:
             return None
         sharing = self._gpus.sharing
         if sharing is None:
@@ -367,7 +372,7 @@ class AgentSlot:
             return None
         if h is None or self._refused:
             return attach_pb2.SlotFacts(index=self.index, max_jobs=1, refused=self._refused)
-        self._told_sharing = sharing = self._shared()
+        self._told_sharing = sharing = self.shared()
         return attach_pb2.SlotFacts(
             index=self.index,
             engine=h.engine,
