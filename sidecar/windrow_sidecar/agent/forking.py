@@ -112,7 +112,7 @@ class ForkServer:
                 async with asyncio.timeout(_FORKED_WITHIN_S):
                     answer = await self._hear(channel)
             except (OSError, TimeoutError) as error:
-                await self._give_up(f"it does not answer ({error or type(error).__name__})")
+                await self._give_up(f"it does not answer ({str(error) or type(error).__name__})")
                 raise CannotFork(f"the fork server does not answer: {error}") from error
             if "pid" not in answer:
                 await self._refused(answer)
@@ -153,7 +153,7 @@ class ForkServer:
             async with asyncio.timeout(_LOADED_WITHIN_S):
                 answer = await self._hear(ours)
         except (OSError, TimeoutError) as error:
-            await self._give_up(f"it cannot be started ({error or type(error).__name__})")
+            await self._give_up(f"it cannot be started ({str(error) or type(error).__name__})")
             raise CannotFork(f"the fork server cannot be started: {error}") from error
         finally:
             theirs.close()
