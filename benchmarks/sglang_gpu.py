@@ -82,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         server_options=tuple(options.server),
         lead_s=3.0 if on_gpu else 1.0,
         up_within_s=options.up_within or (150.0 if on_gpu else 240.0),
+        patience=options.patience,
     )
     wanted = options.only or [*STAGES]
     found = asyncio.run(
@@ -164,6 +165,13 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="SECONDS",
         help="of a server (default: 150, on cores 240)",
+    )
+    add(
+        "--patience",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="all that is waited for may take that much longer (default: %(default)s)",
     )
     add(
         "--server",

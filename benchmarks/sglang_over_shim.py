@@ -78,7 +78,7 @@ def _standin() -> Path:
 def _words(options: argparse.Namespace) -> list[str]:
     words = [sys.executable, "-m", "benchmarks.sglang_gpu", "--driver=cuda", "--shape=tiny"]
     words += [f"--{name}={value}" for name, value in _LOAD.items()]
-    words += [f"--out={options.out}", f"--budget={options.budget}", f"--up-within={options.budget}"]
+    words += [f"--out={options.out}", f"--budget={options.budget}", "--patience=8"]
     # What SGLang would choose for such a GPU is compiled for it alone.
     words.append("--server=--attention-backend=triton")
     return words + (["--only", *options.only] if options.only else [])
@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kernels", type=Path, required=True, help="a folder that has a module sgl_kernel")
     add("--cuda-home", type=Path, help="a folder that has bin/nvcc")
     add("--out", type=Path, default=Path("out/sglang-shim"), help="default: %(default)s")
-    add("--budget", type=float, default=900.0, metavar="SECONDS", help="default: %(default)s")
+    add("--budget", type=float, default=3600.0, metavar="SECONDS", help="default: %(default)s")
     add("--only", nargs="+", choices=[*STAGES], metavar="STAGE", help=f"of {', '.join(STAGES)}")
     return parser
 

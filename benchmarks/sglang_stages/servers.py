@@ -77,6 +77,7 @@ class Bench:
         kv_tokens: of the arena.
         seconds, lead_s: of a measured load, and of what is not counted before.
         up_within_s: for a server's start.
+        patience: by how much longer all that is waited for may take.
         server_options: more of SGLang's.
     """
 
@@ -92,6 +93,7 @@ class Bench:
     lead_s: float
     up_within_s: float
     server_options: tuple[str, ...] = ()
+    patience: float = 1.0
 
     @property
     def load(self) -> dict[str, Any]:
@@ -263,6 +265,7 @@ class Pod:
 
     async def until(self, condition: Callable[[], Any], within_s: float, what: str) -> None:
         """Wait for a condition. Raises StageFailed where it does not come, or the server ends."""
+        within_s *= self.bench.patience
         end_s = time.monotonic() + within_s
         while True:
             found = condition()

@@ -221,3 +221,28 @@ except RuntimeError as error:
     print(out_of_memory(error), "8 chunks" in str(error))
 """
     assert shim.run(SLOT + code, tmp_path).split() == ["True", "True"]
+
+
+PAGES = """
+import triton, triton.language as tl
+
+@triton.jit
+def fill(out, first, n: tl.constexpr):
+    at = tl.program_id(0) * n + tl.arange(0, n)
+    tl.store(out + at, first + tl.cdiv(at, 2))
+"""
+
+
+def test_a_kernel_that_says_which_memory_is_whose_computes(shim, tmp_path):
+    (tmp_path / "pages_of.py").write_text(PAGES)
+    (tmp_path / "others.py").write_text(PAGES)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import torch, kernels_on_host; "
+        "from windrow_sidecar import _core; _core.driver('cuda').facts; "
+        "kernels_on_host.interpret('pages_'); import others, pages_of; "
+        "out = [torch.zeros(8, dtype=torch.int64, device='cuda') for _ in range(2)]; "
+        "others.fill[(2,)](out[0], 5, 4); pages_of.fill[(2,)](out[1], 5, 4); "
+        "print([one.tolist() for one in out])"
+    )
+    said = shim.run(code, tmp_path, computes=True, TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert said == str([[0] * 8, [5, 6, 6, 7, 7, 8, 8, 9]])

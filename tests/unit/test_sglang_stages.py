@@ -51,6 +51,11 @@ def test_the_lines_of_a_log_that_tell_of_trouble_are_named_by_their_number(tmp_p
         (2, "windrow: h"),
         (4, "ValueError"),
     ]
+    asked = tmp_path / "asked.log"
+    asked.write_text(
+        "[t] post-warmup freeze_gc failed\nTraceback\nConnectionError: x\n[t] fired up\n"
+    )
+    assert [each["line"] for each in trouble_in(asked)] == [4], "it serves all the same"
     quiet = tmp_path / "quiet.log"
     quiet.write_text("one\ntwo\n")
     assert trouble_in(quiet) == [{"log": "quiet.log", "line": 2, "text": "two"}]

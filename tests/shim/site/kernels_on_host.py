@@ -166,6 +166,30 @@ def histogram_of_any(numbers: Tensor, *arguments: Any) -> Tensor:
     return torch.histc(numbers.float(), *arguments).to(numbers.dtype)
 
 
+def interpret(modules: str) -> None:
+    """Let Triton's kernels of modules that begin so compute; every other one computes nothing.
+
+    For kernels that say which memory is whose: what they leave out is whatever was there before,
+    and a page number of that kind ends up in a list of free pages.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    compiled = JITFunction.run
+
+    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        if warmup or not self.fn.__module__.startswith(modules):
+            return compiled(self, *arguments, grid=grid, warmup=warmup, **named)
+        kernel = InterpretedFunction(self.fn)
+        return on_host(lambda *a, **n: kernel.run(*a, grid=grid, warmup=False, **n))(
+            *arguments, **named
+        )
+
+    JITFunction.run = run  # type: ignore[method-assign]
+    # What such a kernel calls, as Triton's own sum and cdiv.
+    JITFunction.__call__ = lambda self, *a, **n: InterpretedFunction(self.fn)(*a, **n)  # type: ignore[method-assign]
+
+
 def _replay_graphs() -> None:
     """Let a graph do again what was called while it was captured."""
     plain = torch.cuda.CUDAGraph
