@@ -87,6 +87,9 @@ def _words(options: argparse.Namespace) -> list[str]:
 def _environment(options: argparse.Namespace, folder: Path, home: Path | None) -> dict[str, str]:
     programs = [folder / "bin", *([home / "bin"] if home else [])]
     modules = [options.kernels.resolve(), ROOT / "tests" / "shim" / "site"]
+    modules += [
+        Path(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder
+    ]
     of_cuda = {"CUDA_HOME": str(home)} if home else {}
     return {
         **os.environ,

@@ -347,8 +347,8 @@ HARVEST = Board(
                     "stacked",
                     "short",
                     8,
-                    "`spatial`: decode and worker at once; `temporal`: in turn, for a reason of the "
-                    "slot's condition SharedInSpace.",
+                    "`spatial`: decode and worker at once; `temporal`: in turn, for a reason of "
+                    "the slot's condition SharedInSpace.",
                 ),
                 Panel(
                     "Decode pods prepared, and left as they came",
