@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from windrow.errors import UserError
-from windrow.rundir import DEFAULT_RUN_DIR, ENV_RUN_DIR, ENV_SHARING
+from windrow.rundir import DEFAULT_RUN_DIR, ENV_MPS_WAIT, ENV_RUN_DIR, ENV_SHARING
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # What a supervisor sends. SIGKILL and SIGSTOP cannot be passed on.
@@ -28,8 +28,10 @@ _FORWARDED = (
 )
 # How long processes that the command has left behind may take to end.
 _LEFT_BEHIND_S = 5.0
-# The program of NVIDIA's MPS daemon, and how long bringing it up may take with a process's start.
-_MPS_CONTROL, _MPS_WITHIN_S = "nvidia-cuda-mps-control", 4.0
+# The program of NVIDIA's MPS daemon, how long bringing it up may take, and the start of a process
+# that does it.
+_MPS_CONTROL, _MPS_WAIT_S, _MPS_START_S = "nvidia-cuda-mps-control", 2.0, 2.0
+_MPS_LONGEST_S = 600.0
 
 
 def run(
@@ -72,8 +74,14 @@ def _mps_variables(environment: dict[str, str]) -> dict[str, str]:
         return {}
     starter = [sys.executable, "-m", "windrow_sidecar.compute.mps_start"]
     try:
+        # Of a value that is wrong the starter tells.
+        asked_s = float(environment.get(ENV_MPS_WAIT) or _MPS_WAIT_S)
+    except ValueError:
+        asked_s = _MPS_WAIT_S
+    within_s = _MPS_START_S + (min(asked_s, _MPS_LONGEST_S) if asked_s > 0 else _MPS_WAIT_S)
+    try:
         done = subprocess.run(
-            starter, env=environment, stdout=subprocess.PIPE, timeout=_MPS_WITHIN_S, check=False
+            starter, env=environment, stdout=subprocess.PIPE, timeout=within_s, check=False
         )
         found: dict[str, str] = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):

@@ -114,6 +114,8 @@ def _brought_up(
         variables = daemon.environment
         lack = try_client({**environ, **variables}, _left(deadline).total_seconds())
         if lack is not None:
+            if not daemon.alive():
+                lack = Lack(Reason.MPS_NOT_STARTED, f"the daemon has ended: {lack.text}")
             daemon.abandon()
             return lack, {}
         if daemon.is_own or DaemonNote.read(run_dir) is None:
