@@ -221,7 +221,7 @@ ALERTS = [rule for group in groups() for rule in group["rules"] if "alert" in ru
 def test_an_alert_has_a_severity_a_runbook_and_is_seen_firing_and_clearing(alert):
     assert alert["labels"]["severity"] in ("critical", "warning", "info")
     page = ROOT / alert["annotations"]["runbook"]
-    for heading in ("What it means", "What serving feels", "What to look at", "What to do"):
+    for heading in ("What it means", "Effect on serving", "What to look at", "What to do"):
         assert f"## {heading}\n" in page.read_text()
     assert alert["alert"] in page.read_text()
     tests = yaml.safe_load((ROOT / "tests" / "rules" / "alerts.test.yaml").read_text())["tests"]
