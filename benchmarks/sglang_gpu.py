@@ -78,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         context=options.context or (1024 if on_gpu else 64),
         generate=options.generate or (512 if on_gpu else 64),
         kv_tokens=options.kv_tokens or (262_144 if on_gpu else 16_384),
+        row_tokens=options.row_tokens or (1024 if on_gpu else 64),
         seconds=options.seconds,
         server_options=tuple(options.server),
         lead_s=3.0 if on_gpu else 1.0,
@@ -159,6 +160,12 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="TOKENS",
         help="of the arena (default: 262144, on cores 16384)",
+    )
+    add(
+        "--row-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="of the job's rows (default: 1024, on cores 64)",
     )
     add(
         "--up-within",

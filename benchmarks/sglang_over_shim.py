@@ -28,6 +28,7 @@ _STANDIN = ROOT / "build" / "libcuda_standin"
 # Small enough for one core, and for so long that steps of a second or more are seen. SGLang
 # captures a graph for each batch size up to that many requests.
 _LOAD = {"requests": 3, "context": 48, "generate": 40, "kv-tokens": 131_072, "seconds": 30}
+_LOAD |= {"row-tokens": 64}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -75,6 +75,7 @@ class Bench:
         out: for logs and JSON.
         requests, context, generate: of the load: in flight, tokens of a prompt and of an answer.
         kv_tokens: of the arena.
+        row_tokens: of the job's rows.
         seconds, lead_s: of a measured load, and of what is not counted before.
         up_within_s: for a server's start.
         patience: by how much longer all that is waited for may take.
@@ -89,6 +90,7 @@ class Bench:
     context: int
     generate: int
     kv_tokens: int
+    row_tokens: int
     seconds: float
     lead_s: float
     up_within_s: float

@@ -239,6 +239,8 @@ async def _train(pod: Pod) -> None:
     """Have a job on its way, and decode know its latency profile. Harmless where that is so."""
     pod.harvest(WIDE_MS)
     if not pod.assigned:
+        # As an operator does: a job is placed on a slot that has reported.
+        await pod.until(lambda: pod.operator.has_engine, 60, "the sidecar reports its slot")
         pod.assigned = True
         pod.operator.assign(_job(pod))
     async with _steady(pod) as load:
@@ -322,7 +324,7 @@ def _job(pod: Pod) -> dict[str, Any]:
     """Return an endless job over rows of equal length."""
     bench = pod.bench
     assert pod.run_dir is not None
-    tokens = 1024 if bench.device == "cuda" else 64
+    tokens = bench.row_tokens
     rows, letters = pod.run_dir / "rows.jsonl", "the quick brown fox jumps over the lazy dog "
     with rows.open("w") as out:
         for row in range(64):

@@ -19,6 +19,7 @@ from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.job.job_handle import JobShare
 from windrow_sidecar.finetune.job.multiplexer import JobMultiplexer, fair_start
 from windrow_sidecar.finetune.memory.lent import LentBoundaries, LentMemory, TenantBoundaries
+from windrow_sidecar.finetune.memory.training_memory import NoRoom
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.model.shallow_clone import shallow_clone
 from windrow_sidecar.testing.tinyjob import (
@@ -170,7 +171,20 @@ class Plenty(LentMemory):
         return super().restore()
 
 
-def carry(arenas, sizing, names, **options):
+class LateRoom(Plenty):
+    """Decode has taken the room as the job's first turn begins."""
+
+    came = False
+
+    def restore(self) -> bool:
+        came, self.came = self.came, True
+        moved = super().restore()
+        if not came:
+            raise NoRoom("decode lends less")
+        return moved
+
+
+def carry(arenas, sizing, names, memory_of=Plenty, **options):
     """A job of each kind as a carrier takes it."""
     decode, worker = arenas
     lent = LentBoundaries(worker, OWNER, boundaries=LAYERS, bytes_per_token=HIDDEN * 4)
@@ -180,7 +194,7 @@ def carry(arenas, sizing, names, **options):
         boundaries = TenantBoundaries(lent)
         job = tiny_job(base=shallow_clone(base).model, sizing=sizing, boundaries=boundaries, **kind)
         activation_budget = activation_budget_of(job, lambda: 1 << 30)
-        memory = Plenty(decode, lent, boundaries, job.stream, activation_budget)
+        memory = memory_of(decode, lent, boundaries, job.stream, activation_budget)
         acting = ActingRunner(name, job, order, **options.get(name, {}))
         jobs.append(job)
         made.append(job_handle(acting, memory, endings))
@@ -211,6 +225,16 @@ def test_a_job_that_joins_shares_from_then_on_and_a_bad_one_ends_alone(arenas, a
     # It has not got all turns until it had caught up.
     joined = order.index("late")
     assert "first" in order[joined : joined + 20]
+
+
+def test_a_job_whose_room_is_gone_as_its_turn_begins_goes_on(arenas, alone):
+    sizing, expected = alone
+    lent, jobs, made, _, endings = carry(arenas, sizing, ("first",), memory_of=LateRoom)
+    JobMultiplexer(made, clock=lambda: 0.0).run()
+    learnt = adapter_of(jobs[0])
+    lent.give_all_back()
+    assert endings == {"first": Ending.SUCCEEDED}
+    assert bit_equal(learnt, expected[0])
 
 
 def test_a_job_without_room_holds_up_no_other_and_waits_once_it_is_alone(arenas, alone):

@@ -29,6 +29,7 @@ from windrow_sidecar.finetune.colocated.slot_device import SlotDevice
 from windrow_sidecar.finetune.job.assembly import read_job
 from windrow_sidecar.finetune.job.ledger import JobState
 from windrow_sidecar.finetune.memory.allocated import chunks_for
+from windrow_sidecar.finetune.memory.training_memory import NoRoom
 from windrow_sidecar.finetune.model.loading import find_model, load_base
 from windrow_sidecar.finetune.training.health import LOADING_AFTER_S, StallWatch
 from windrow_sidecar.memory.allocator import LentBudget
@@ -317,6 +318,10 @@ def test_a_job_leaves_every_chunk_and_comes_back_when_there_is_room(beside, forw
     assert (job.state, job.other) == (0, 0), "nothing is left on the device"
     assert beside.memory.starving(forward)
     assert beside.memory.chunks_for(0) >= 1, "what it needs is still asked for"
+    left = list(job.log)
+    with pytest.raises(NoRoom):
+        beside.memory.restore()
+    assert job.log == left, "nothing of it has come back"
 
     beside.decode.take_kv()  # another chunk is lent next time
     beside.lend(1)

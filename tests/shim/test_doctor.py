@@ -14,7 +14,16 @@ from worker_pod import ROOT
 
 FAKE_MPS = ROOT / "tests" / "contract" / "fake_mps_control.py"
 NVML = ROOT / "tests" / "contract" / "nvml_standin.c"
-ALL = ["driver", "torch", "mps", "memory between processes", "shares of SMs", "nvml", "triton"]
+ALL = [
+    "driver",
+    "torch",
+    "mps",
+    "mps across containers",
+    "memory between processes",
+    "shares of SMs",
+    "nvml",
+    "triton",
+]
 ALL += ["pinned memory"]
 # Of the stand-in for libcuda, as NVML writes it; another GPU comes first there.
 UUID = "GPU-a0a1a2a3-a4a5-a6a7-a8a9-aaabacadaeaf"
@@ -64,6 +73,7 @@ def test_over_shim_and_stand_in_every_check_passes(shim, tmp_path):
     assert "cuda tensors" in found["memory between processes"]["found"]
     assert "132 SMs" in found["driver"]["found"]
     assert "shares memory with a third" in found["mps"]["found"]
+    assert found["mps across containers"]["found"].startswith("with another PID namespace: ")
     assert found["nvml"]["found"].startswith("stand-in 1 by its UUID, with 1 process(es), this one")
 
 

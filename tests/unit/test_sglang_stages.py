@@ -26,6 +26,7 @@ def bench(tmp_path) -> Bench:
         context=8,
         generate=4,
         kv_tokens=1024,
+        row_tokens=16,
         seconds=1.0,
         lead_s=0.0,
         up_within_s=1.0,

@@ -20,9 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from windrow.errors import WindrowError
+from windrow.rundir import ENV_RUN_DIR, RunDir
 from windrow_sidecar import _core
 from windrow_sidecar.compute.cuda import CudaPartition
 from windrow_sidecar.compute.mps import MpsDaemon
+from windrow_sidecar.compute.mps_across import PIDS, try_across, try_decodes_daemon
+from windrow_sidecar.compute.mps_joining import DaemonNote
 from windrow_sidecar.compute.sharing import find_mps_lack
 from windrow_sidecar.compute.utilization import GpuMeter, gpu_name
 from windrow_sidecar.torch_cuda import look_at_torch, require_torch_cuda
@@ -98,6 +101,39 @@ def mps() -> str:
         finally:
             daemon.stop()
     return "a second process is a client of a private daemon, and shares memory with a third"
+
+
+def across() -> str:
+    """Become a client across what containers have apart; in a pod also of decode's own daemon."""
+    run_dir = RunDir(Path(os.environ.get(ENV_RUN_DIR, "")))
+    note = DaemonNote.read(run_dir) if ENV_RUN_DIR in os.environ else None
+    tried = [] if note is None else [try_decodes_daemon(note, MpsDaemon(run_dir.mps_folder))]
+    # A short path: it holds a socket.
+    with tempfile.TemporaryDirectory(prefix="wr-") as name:
+        daemon = MpsDaemon(Path(name))
+        daemon.start()
+        try:
+            tried += try_across(daemon, _meter())
+        finally:
+            daemon.stop()
+    found = "; ".join(f"{one.what}: {one.text}" for one in tried)
+    # Containers of a pod share IPC; another /dev/shm and another user are refused before a client
+    # is tried. The sidecar's own PID namespace is what has to work, where it could be tried.
+    unknown = [one.what for one in tried if one.works is False or (one.works and not one.known)]
+    if note is not None and tried[0].what in unknown:
+        raise CheckFailed(found, "See the reasons of the condition SharedInSpace.")
+    if PIDS.what in unknown:
+        raise CheckFailed(found, "Use `sidecar.form: attach`, or `shareProcessNamespace`.")
+    return f"with another {found}" if note is None else found
+
+
+def _meter() -> GpuMeter | None:
+    import pynvml
+
+    try:
+        return GpuMeter(gpu_name(GPU, str(_core.driver(GPU).facts["uuid"])))
+    except pynvml.NVMLError:
+        return None
 
 
 def memory() -> str:
@@ -221,6 +257,7 @@ CHECKS = (
         "Put nvidia-cuda-mps-control, of NVIDIA's driver, on PATH. Without it the GPU is shared in "
         "time only.",
     ),
+    Check("mps across containers", across, "See mps first."),
     Check("memory between processes", memory, "See the driver first."),
     Check("shares of SMs", shares, "Without them the GPU is shared in time only (CUDA 12.5)."),
     Check("nvml", counters, "Without NVML only the figures of the GPU's use are missing."),

@@ -16,10 +16,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from windrow.protocol import Ending
 from windrow_sidecar.finetune.job.job_handle import JobHandle, JobShare
 from windrow_sidecar.finetune.job.joint_turns import JointTurns
+from windrow_sidecar.finetune.memory.training_memory import NoRoom
 from windrow_sidecar.heap import settle_heap
 
 log = logging.getLogger(__name__)
@@ -200,7 +202,8 @@ class JobMultiplexer:
         began_s = self._clock()
         self._leave()
         to.acts()
-        to.memory.restore()
+        with suppress(NoRoom):  # it comes back before its first tasklet, where that has room
+            to.memory.restore()
         self._now, self._turn_began_s = to, self._clock()
         self._switch_s = self._turn_began_s - began_s
 

@@ -19,7 +19,7 @@ from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.engines.streaming.schedule import LEAST_LAYERS
 from windrow_sidecar.finetune.engine.joint_stream import JointStream
 from windrow_sidecar.finetune.engine.stream import TaskletStream
-from windrow_sidecar.finetune.memory.training_memory import replan_if_short
+from windrow_sidecar.finetune.memory.training_memory import NoRoom, replan_if_short
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
 from windrow_sidecar.finetune.offload.job_state import SPILL_SHARE, JobOffload
@@ -221,9 +221,18 @@ class AllocatedMemory:
         self._budget.settle()
 
     def restore(self) -> bool:
-        """Move it back."""
+        """Move it back.
+
+        Raises:
+            NoRoom: what decode lends now does not hold it.
+        """
         if self._job is None or self._job_offload is None:
             return False
+        if self._away_bytes > self._budget.free_bytes():
+            raise NoRoom(
+                f"{self._away_bytes} bytes of the job do not fit into the "
+                f"{self._budget.free_bytes()} that decode lends besides"
+            )
         if self._buffers_away:
             self._job.stream.move_buffers(to_host=False)
             self._buffers_away = False

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from windrow.errors import Transient
 from windrow_sidecar.compute.host_device import available_bytes
 from windrow_sidecar.finetune.engine.joint_stream import JointStream
 from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.offload.job_state import Home, JobOffload
 from windrow_sidecar.finetune.recompute.activation_budget import ActivationBudget
 from windrow_sidecar.finetune.tasklets import Tasklet
+
+
+class NoRoom(Transient):
+    """Error of what was moved out and does not fit now; nothing of it has come back."""
 
 
 class TrainingMemory(Protocol):
@@ -29,7 +34,11 @@ class TrainingMemory(Protocol):
         """Leave device memory to others: the job's state goes to the host. Twice is once."""
 
     def restore(self) -> bool:
-        """Undo `offload`, before anything of the job runs. Returns whether it had to."""
+        """Undo `offload`, before anything of the job runs. Returns whether it had to.
+
+        Raises:
+            NoRoom: decode has taken the room for it meanwhile.
+        """
 
     def release(self) -> None:
         """Drop the micro-batch on its way and give everything back."""
