@@ -19,7 +19,7 @@ from windrow_sidecar.finetune.job.gate import OpenGate
 from windrow_sidecar.finetune.job.ledger import CheckpointUnreachable, JobState, Ledger
 from windrow_sidecar.finetune.job.runner import Runner
 from windrow_sidecar.finetune.job.starting_point import NamedCheckpoint, local_files
-from windrow_sidecar.finetune.memory.training_memory import OwnMemory
+from windrow_sidecar.finetune.memory.training_memory import NoRoom, OwnMemory
 from windrow_sidecar.finetune.training.checkpoint import JobFolder
 from windrow_sidecar.finetune.training.checkpoint_origin import Origin
 from windrow_sidecar.finetune.training.health import StallWatch
@@ -200,6 +200,31 @@ def test_a_long_pause_leaves_no_state_on_the_device_and_changes_nothing(tmp_path
     assert not job.home.away
     kinds = [kind for kind in job.told.kinds if kind in ("PAUSED", "RESUMED")]
     assert kinds == ["PAUSED", "RESUMED"]
+    assert bit_equal(adapter_of(job.tiny), uninterrupted)
+
+
+def test_a_job_whose_room_is_gone_as_it_comes_back_waits_for_it(
+    tmp_path, uninterrupted, monkeypatch
+):
+    job, refused = Started(tmp_path), []
+    job.gate.is_open = False
+    for _ in range(12):
+        job.runner.cycle()
+    assert job.home.away
+    restore = OwnMemory.restore
+
+    def without_room(memory) -> bool:
+        if len(refused) < 3:
+            refused.append(job.home.away)
+            raise NoRoom("decode lends less")
+        return restore(memory)
+
+    monkeypatch.setattr(OwnMemory, "restore", without_room)
+    job.gate.is_open = True
+    job.runner.turn()
+    assert job.runner.starving
+    assert run_to_the_end(job) is Ending.SUCCEEDED
+    assert refused == [True] * 3
     assert bit_equal(adapter_of(job.tiny), uninterrupted)
 
 

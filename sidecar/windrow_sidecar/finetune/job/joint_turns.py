@@ -29,7 +29,7 @@ from windrow_sidecar.finetune.job.assembly import TrainingSession
 from windrow_sidecar.finetune.job.gate import Gate
 from windrow_sidecar.finetune.job.job_handle import JobHandle
 from windrow_sidecar.finetune.job.runner import SET_ASIDE_AFTER_S
-from windrow_sidecar.finetune.memory.training_memory import TrainingMemory
+from windrow_sidecar.finetune.memory.training_memory import NoRoom, TrainingMemory
 from windrow_sidecar.finetune.model.boundaries import Boundaries
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.finetune.model.loading import BaseModel
@@ -273,10 +273,13 @@ class JointTurns:
         if self.starving:
             return False
         launched = self._gate.launch(tasklet)
-        if launched and self.memory.restore():
-            # That took a while: what was granted before it may be gone.
-            launched = self._gate.launch(tasklet)
-        return launched
+        try:
+            moved = launched and self.memory.restore()
+        except NoRoom:
+            self.starving = True
+            return False
+        # Moving took a while: what was granted before it may be gone.
+        return self._gate.launch(tasklet) if moved else launched
 
     def _note_ran(self) -> None:
         """Give each job its part of what has ended."""

@@ -14,7 +14,7 @@ from windrow_sidecar.finetune.job.gate import Gate
 from windrow_sidecar.finetune.job.in_flight import Ran
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
 from windrow_sidecar.finetune.job.report import JobReporter
-from windrow_sidecar.finetune.memory.training_memory import TrainingMemory
+from windrow_sidecar.finetune.memory.training_memory import NoRoom, TrainingMemory
 from windrow_sidecar.finetune.tasklets import Tasklet
 from windrow_sidecar.finetune.training.health import LAST_CHECKPOINT, VERIFYING, StallWatch
 from windrow_sidecar.heap import settle_heap
@@ -185,10 +185,13 @@ class Runner:
         if self._told_to_pause or self._starving:
             return False
         launched = self._gate.launch(tasklet)
-        if launched and self._memory.restore():
-            # That took a while: what was granted before it may be gone.
-            launched = self._gate.launch(tasklet)
-        return launched
+        try:
+            moved = launched and self._memory.restore()
+        except NoRoom:
+            self._starving = True
+            return False
+        # Moving took a while: what was granted before it may be gone.
+        return self._gate.launch(tasklet) if moved else launched
 
     def _stop(self, why: str) -> Ending:
         self._gate.quiet(None)

@@ -228,11 +228,9 @@ class AllocatedMemory:
         """
         if self._job is None or self._job_offload is None:
             return False
-        if self._away_bytes > self._budget.free_bytes():
-            raise NoRoom(
-                f"{self._away_bytes} bytes of the job do not fit into the "
-                f"{self._budget.free_bytes()} that decode lends besides"
-            )
+        # What decode waits for counts as free, and takes nothing any more.
+        if self._budget.asked_back() or self._away_bytes > self._budget.free_bytes():
+            raise NoRoom(f"decode lends no room for the job's own {self._away_bytes} bytes")
         if self._buffers_away:
             self._job.stream.move_buffers(to_host=False)
             self._buffers_away = False
