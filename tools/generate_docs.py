@@ -137,11 +137,11 @@ Made from `values.yaml` by `tools/generate_docs.py`: change the comments there.
     helm upgrade --install windrow deploy/helm/windrow -n windrow-system --create-namespace \\
         --set image.repository=REGISTRY/windrow/operator
 
-It makes the operator (a Deployment, its Service, its rights, a disruption budget where there are
-several replicas), the webhook's registration, and the definitions of the resources, which stay on
-uninstall. `helm test` asks the operator whether it serves. A value that is not in this table, or
-out of its range, is refused. [What a reviewer looks for](../../../docs/operations/chart-review.md)
-is listed with the test that holds it.
+The chart installs the operator (a Deployment, its Service, its rights, and a disruption budget if
+there are several replicas), the webhook's registration, and the definitions of the resources. The
+definitions stay on uninstall. `helm test` checks that the operator serves. A value that is not in
+this table, or out of its range, is refused. [What a reviewer looks
+for](../../../docs/operations/chart-review.md) answers the usual questions and names the tests.
 
 | value | default | meaning |
 |---|---|---|
