@@ -1,7 +1,8 @@
 """The arms of `host_cost`, which take turns in one process over the shim: written to found.json.
 
-A layer's time is from where it begins to where the next one of its pass begins, so what is
-between two tasklets (gate, memory, hooks, log) counts; medians over the layers of a step.
+A layer's time is from where it begins to where the next one of its pass begins, or the loss, so
+what is between two tasklets (gate, memory, hooks, log) counts: means over the layers of a step. The
+first layer of a step makes the packed copies of the adapter for all: that has a figure of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +76,36 @@ class Marks:
         now = sum(c() for c in self._counters) if self.counts else time.process_time_ns()
         self._begun.append((phase, layer, now))
 
-    def of_layer(self) -> float:
-        """Return the sum of forward's and backward's medians, and begin again."""
-        found: dict[str, list[int]] = {"fwd": [], "bwd": []}
-        for (phase, layer, at), (next_phase, next_layer, then) in zip(
-            self._begun, self._begun[1:], strict=False
-        ):
-            if phase == next_phase and abs(layer - next_layer) == 1:
-                found[phase].append(then - at)
+    def of_layer(self) -> Layer:
+        """Return the figures of a layer of the step that was noted, and begin again."""
+        spans: dict[str, list[int]] = {"fwd": [], "bwd": []}
+        first = 0
+        for (phase, layer, at), (next_phase, next_layer, then) in pairwise(self._begun):
+            if phase == "fwd" == next_phase and layer == 0:
+                first = then - at
+            elif phase == "fwd" and next_phase in ("fwd", "up"):
+                spans["fwd"].append(then - at)
+            elif phase in ("down", "bwd") and next_phase == "bwd" and abs(layer - next_layer) == 1:
+                spans["bwd"].append(then - at)
+        depth = 1 + max(layer for phase, layer, _ in self._begun if phase == "bwd")
         self._begun.clear()
-        return statistics.median(found["fwd"]) + statistics.median(found["bwd"])
+        forward = statistics.fmean(spans["fwd"])
+        # Behind the loss there is a step to the first tasklet of the backward, but no layer.
+        backward = sum(spans["bwd"]) / (depth - 1)
+        return Layer(forward + backward, max(0.0, first - forward) / depth)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What a layer of a step takes, in nanoseconds or launches.
+
+    Attributes:
+        both: forward and backward, means over the layers: what is around tasklets counts with it.
+        once: a layer's share of what the first layer of a step does for all: copies of the adapter.
+    """
+
+    both: float
+    once: float
 
 
 class Nobody:
@@ -111,6 +134,16 @@ def marked(stream: TaskletStream, marks: Marks, *, backward: str = "backward") -
             return run(at, layer, *rest, **named)
 
         setattr(stack, phase, noted)
+    head: Any = stream.parts.head
+    loss = head.loss_and_gradient
+
+    def of_loss(*rest: Any, **named: Any) -> Any:
+        marks.note("up", stack.depth)
+        made = loss(*rest, **named)
+        marks.note("down", stack.depth)
+        return made
+
+    head.loss_and_gradient = of_loss
 
 
 def standalone(
@@ -302,17 +335,20 @@ def main() -> None:
         "peft": plain(loop, marks),
     }
     settle_heap()
-    found: dict[str, Any] = {arm: {"us": [], "launches": 0.0, "planned": 0} for arm in arms}
+    found: dict[str, Any] = {
+        arm: {"us": [], "once_us": [], "launches": 0.0, "planned": 0} for arm in arms
+    }
     for n in range(_WARM + options.rounds):
         marks.counts = n % _COUNTED == 0
         for arm, step in arms.items():
             step()
-            of_layer = marks.of_layer()
+            layer = marks.of_layer()
             found[arm]["planned"], marks.planned = marks.planned, 0
             if marks.counts:
-                found[arm]["launches"] = of_layer
+                found[arm]["launches"] = layer.both
             elif n >= _WARM:
-                found[arm]["us"].append(of_layer / 1e3)
+                found[arm]["us"].append(layer.both / 1e3)
+                found[arm]["once_us"].append(layer.once / 1e3)
     (options.folder / "found.json").write_text(json.dumps(found))
 
 

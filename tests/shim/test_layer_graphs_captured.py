@@ -53,7 +53,7 @@ def once():
     by_graphs = isinstance(at.graphs[0][0], Replayed)
     at.gradient = torch.ones_like(at.inputs[-1])
     for layer in reversed(range(n)):
-        if not stack.backward_by_graphs(at, layer):
+        if not stack.backward_by_graphs(at, layer, at.whole):
             stack.backward(at, layer, at.whole)
     found = {name: now - begun[name] for name, now in counted().items()}
     grads = sum(p.grad is not None for p in tuned.parameters())
@@ -76,7 +76,7 @@ assert graphs.leave([at])
 found["left"] = graphs.backed_bytes
 at.gradient = torch.ones_like(at.inputs[-1])
 for layer in reversed(range(n)):
-    assert not stack.backward_by_graphs(at, layer)
+    assert not stack.backward_by_graphs(at, layer, at.whole)
     stack.backward(at, layer, at.whole)
 tuned.zero_grad()
 del at

@@ -21,10 +21,19 @@ from windrow_sidecar.finetune.engine.orders import (
     ORDERS,
     Lookahead,
     layer_major,
+    listing,
     token_major,
     unfold,
 )
-from windrow_sidecar.finetune.engine.sizing import FRESH, LAST, SETTLED, TRIED, Estimates, Windows
+from windrow_sidecar.finetune.engine.sizing import (
+    FRESH,
+    LAST,
+    SETTLED,
+    TRIED,
+    Estimates,
+    WholeRows,
+    Windows,
+)
 from windrow_sidecar.finetune.memory.chunk_layout import (
     ChunkRun,
     chunks_needed,
@@ -99,6 +108,40 @@ def test_what_is_found_ahead_is_what_would_be_found_one_by_one(order, sizing):
         ahead.ran(tasklet)
         found.append(tasklet)
     assert found == expected
+
+
+@pytest.mark.parametrize("rows", [1, 2], ids=["one micro-batch", "two of them"])
+@pytest.mark.parametrize("layers", [1, 2, 3, 8, 40])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_tasklets_of_several_layers_pass_them_in_the_order_of_single_ones(order, layers, rows):
+    group, depth = [MicroBatch(0, (n,), (5 - n,)) for n in range(rows)], 13
+    singles = list(unfold(order, GroupProgress(group, depth)))
+    joined = list(listing(order, GroupProgress(group, depth), WholeRows(layers)))
+    assert [single for tasklet in joined for single in tasklet.each_layer()] == singles
+    assert max(tasklet.parts for tasklet in joined) <= layers
+    progress = GroupProgress(group, depth)
+    for tasklet in joined:
+        progress.advance(tasklet)
+    assert progress.done
+    if rows == 1:  # each of them is as long as it may be
+        of_pass = [tasklet.parts for tasklet in joined if tasklet.phase is Phase.FORWARD]
+        assert of_pass[:-1] == [layers] * (len(of_pass) - 1)
+
+
+def test_layers_that_ran_up_by_windows_are_not_joined_with_one_that_ran_whole():
+    micro, sizing = MicroBatch(0, (0,), (6,)), WholeRows(8)
+    progress = GroupProgress([micro], 3)
+    for begin, end in ((0, 4), (4, 6)):
+        window = TokenWindow(begin, end)
+        progress.advance(tasklet_of(Phase.FORWARD, micro, 0, window))
+    for layer in (1, 2):
+        progress.advance(tasklet_of(Phase.FORWARD, micro, layer, micro.whole))
+    down = [t for t in listing(layer_major, progress, sizing) if t.phase is Phase.BACKWARD]
+    assert [(t.layer, t.layer_end, t.window.begin) for t in down] == [
+        (1, 3, 0),
+        (0, 1, 4),
+        (0, 1, 0),
+    ]
 
 
 def test_another_grain_changes_the_very_next_tasklet():

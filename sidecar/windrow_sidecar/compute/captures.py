@@ -167,7 +167,8 @@ class CudaCaptures:
             graphs[-1].capture_end()
             torch._C._cuda_clearCublasWorkspaces()
         self.driver_bytes += max(0, before - torch.cuda.mem_get_info(self._ordinal)[0])
-        return tuple(graph.replay for graph in graphs)
+        # Past `replay` of torch's class, which looks for hooks and trackers that nobody sets here.
+        return tuple(super(torch.cuda.CUDAGraph, graph).replay for graph in graphs)
 
     def _stream(self) -> Any:  # noqa: ANN401
         current = torch.cuda.current_stream(self._ordinal)

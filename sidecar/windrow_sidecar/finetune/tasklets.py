@@ -119,27 +119,44 @@ class Tasklet:
         window, micro = self.window, self.micro
         return micro is not None and (window.begin > 0 or window.end != micro.width)
 
+    @property
+    def layers(self) -> range:
+        """Layers in the order in which they run; of a loss, the number of all of them."""
+        if self.parts == 1:
+            return range(self.layer, self.layer + 1)
+        if self.phase is Phase.BACKWARD:
+            return range(self.layer_end - 1, self.layer - 1, -1)
+        return range(self.layer, self.layer_end)
+
     def each_layer(self) -> tuple[Tasklet, ...]:
         """Return those tasklets, in the order in which they run."""
         if self.parts == 1:
             return (self,)
-        layers = range(self.layer, self.layer_end)
-        ordered = reversed(layers) if self.phase is Phase.BACKWARD else layers
-        return tuple(self._on(i, i + 1) for i in ordered)
+        return tuple(self._on(layer, layer + 1) for layer in self.layers)
 
-    def with_another_layer(self) -> Tasklet:
-        """Return one that takes as long as this and the same on the layer next to it."""
-        return self._on(self.layer, self.layer_end + 1)
+    def with_further(self, layers: int) -> Tasklet:
+        """Return this tasklet and the same on so many layers behind its last, as one."""
+        if self.phase is Phase.BACKWARD:
+            return self._on(self.layer - layers, self.layer_end)
+        return self._on(self.layer, self.layer_end + layers)
 
     def joined(self, following: Tasklet) -> Tasklet | None:
         """Return this tasklet and the next as one, where only the layer differs."""
-        if following._on(self.layer, self.layer_end) != self:
+        phase = self.phase
+        if phase is Phase.FORWARD:
+            begin, end, is_next = self.layer, following.layer_end, following.layer == self.layer_end
+        elif phase is Phase.BACKWARD:
+            begin, end, is_next = following.layer, self.layer_end, following.layer_end == self.layer
+        else:
             return None
-        if self.phase is Phase.FORWARD and following.layer == self.layer_end:
-            return self._on(self.layer, following.layer_end)
-        if self.phase is Phase.BACKWARD and following.layer_end == self.layer:
-            return self._on(following.layer, self.layer_end)
-        return None
+        if (
+            not is_next
+            or following.phase is not phase
+            or following.micro is not self.micro
+            or following.window != self.window
+        ):
+            return None
+        return self._on(begin, end)
 
     def _on(self, layer: int, layer_end: int) -> Tasklet:
         # `replace` of dataclasses takes three times as long.

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from windrow_sidecar.compute.captures import GraphCaptures, Launch, NoMemory, PoolId
 from windrow_sidecar.compute.device import Mark
-from windrow_sidecar.finetune.adapter.packed_layer import PackedLayer
+from windrow_sidecar.finetune.adapter.gradient_room import GradientRoom
+from windrow_sidecar.finetune.adapter.graph_inputs import call_of, numbered
+from windrow_sidecar.finetune.adapter.layer_pass import LayerPass, split_by
+from windrow_sidecar.finetune.adapter.packed_layer import PackedLayer, refresh_all
 from windrow_sidecar.finetune.model.boundaries import Activations
-from windrow_sidecar.finetune.model.layer_calls import LayerCall
 
 log = logging.getLogger(__name__)
 
@@ -34,72 +34,6 @@ MOST_SHARES, MOST_SHAPES = 4, 4
 OF_BOUND = 3
 # Groups that run packed after memory was too short for a capture.
 _RESTS = 16
-
-
-class LayerPass:
-    """One packed layer over memory that stays: what is captured, and what each launch repeats.
-
-    Args:
-        program: of the layer.
-        call: its arguments besides the hidden states; tensors in it stay where they are.
-        reads: the layer's input, [rows, tokens, hidden].
-        makes: gets its output, of the same shape.
-        gradient: of the output before `backward`, of the input afterwards; of the same shape.
-        wants_input: False: nothing below the layer learns.
-    """
-
-    def __init__(
-        self,
-        program: PackedLayer,
-        call: LayerCall,
-        reads: Tensor,
-        makes: Tensor,
-        gradient: Tensor,
-        *,
-        wants_input: bool,
-    ) -> None:
-        self._program, self._call = program, call
-        self._reads, self._makes, self._gradient = reads, makes, gradient
-        self._wants_input = wants_input
-        self._learns: list[Tensor] = [p for group in program.groups for p in group.learns]
-        self._leaf = self._made = reads
-        # Parameters are leaves that other streams have used, for which a capture cannot wait.
-        self._anchor = torch.empty((), dtype=reads.dtype, device=reads.device, requires_grad=True)
-
-    def forward(self) -> None:
-        """Run the layer; `program.point` is called between attention and MLP."""
-        self._leaf = self._reads.data.requires_grad_(self._wants_input)
-        call, program = self._call, self._program
-        of_others = program.anchor
-        program.anchor = self._anchor
-        try:
-            with torch.enable_grad():
-                self._made = program(self._leaf, *call.args, **call.kwargs)
-        finally:
-            program.anchor = of_others
-        self._makes.data.copy_(self._made.detach())
-
-    def backward(self, room: Tensor, *, keeps: bool) -> None:
-        """Run it back; `program.point` is called between MLP and attention, and behind attention.
-
-        Args:
-            room: gets the gradients of all parameters, one after the other: [elements].
-            keeps: whether it may be run back once more.
-        """
-        before = [parameter.grad for parameter in self._learns]
-        self._leaf.grad = None
-        for parameter in self._learns:
-            parameter.grad = None
-        try:
-            torch.autograd.backward((self._made,), (self._gradient.data,), retain_graph=keeps)
-            found = [p.grad for p in self._learns if p.grad is not None]
-        finally:
-            for parameter, gradient in zip(self._learns, before, strict=True):
-                parameter.grad = gradient
-        views = torch._C._nn.unflatten_dense_tensors(room, self._learns)
-        torch._foreach_copy_(views, found)
-        if self._leaf.grad is not None:
-            self._gradient.data.copy_(self._leaf.grad)
 
 
 @dataclass(slots=True)
@@ -178,8 +112,7 @@ class LayerGraphs:
         self._sets: dict[tuple[Any, ...], _Set] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self._us_a_token: dict[int, float] = {}  # by units: of the longest graph
-        # Of each layer, gradients of all that learns, while nobody else holds them.
-        self._rooms: list[Tensor | None] = [None for _ in programs]
+        self._rooms: list[GradientRoom | None] = [None for _ in programs]
         self._owner: weakref.ref[Activations] | None = None
         self._set: _Set | None = None
         self._next: tuple[Launch, Launch] = (_go_on, _go_on)  # that `replays` has found
@@ -251,13 +184,13 @@ class LayerGraphs:
         if of is None or self._units() < of.units or self._firsts[layer].grad is not None:
             return False
         one, room = of.layers[layer], self._room(layer)
-        if one is None or _holders(room) > 1:
+        if one is None or not room.is_free:
             return False
         if one.back is not None:
             self._next = one.back
             return True
         try:
-            self._next = one.back = self._captured_back(of, one, layer, room)
+            self._next = one.back = self._captured_back(of, one, layer, room.flat)
         except NoMemory:
             return False
         except Exception as error:  # noqa: BLE001 - of a driver, a library, a kernel
@@ -271,7 +204,7 @@ class LayerGraphs:
         Takes `at.gradient` at the output, and leaves there that at the input. What is given up
         between the two graphs may run again.
         """
-        of, room, (mlp, attention) = self._set, self._room(layer), self._next
+        of, (mlp, attention) = self._set, self._next
         assert of is not None
         assert of.gradient is not None
         assert at.gradient is not None
@@ -281,9 +214,7 @@ class LayerGraphs:
         mlp()
         self._point()
         attention()
-        views = torch._C._nn.unflatten_dense_tensors(room, self._learns[layer])
-        for parameter, gradient in zip(self._learns[layer], views, strict=True):
-            parameter.grad = gradient
+        self._room(layer).hand_over()
 
     def leave(self, ats: Sequence[Activations] = ()) -> bool:
         """Give the memory of graphs back, addresses and captures stay.
@@ -356,7 +287,7 @@ class LayerGraphs:
                 self._seen.add(key)
                 return None
             of = self._new(key, at, units)
-        elif of.filled is not at.calls and of.like != _numbered(at.calls)[0]:
+        elif of.filled is not at.calls and of.like != numbered(at.calls)[0]:
             return None
         if of is None or not self._is_short(of, units):
             return None
@@ -371,7 +302,7 @@ class LayerGraphs:
         shapes = sum(known[0] == share for known in self._sets)
         if shapes >= MOST_SHAPES or (share not in shares and len(shares) >= MOST_SHARES):
             return None
-        like, tensors = _numbered(at.calls)
+        like, tensors = numbered(at.calls)
         if any(tensor.requires_grad for tensor in tensors):
             return None
         depth = len(self._programs)
@@ -407,14 +338,13 @@ class LayerGraphs:
         """Make the packed copies again where the adapter has changed."""
         versions = [parameter._version for parameter in self._firsts]
         if versions != self._versions:
-            for program in self._programs:
-                program.refresh()
+            refresh_all(self._programs)
             self._versions = [parameter._version for parameter in self._firsts]
 
     def _fill(self, of: _Set, at: Activations) -> None:
         """Have graphs read this group's positions and masks."""
         if of.statics and of.filled is not at.calls:
-            _, tensors = _numbered(at.calls)
+            _, tensors = numbered(at.calls)
             for static, tensor in zip(of.statics, tensors, strict=True):
                 static.data.copy_(tensor)
             for other in self._sets.values():  # they may be over the same memory
@@ -434,7 +364,7 @@ class LayerGraphs:
             made[:] = [self._over_memory(of, at, layer, hidden)]
 
         def forward(split: Launch) -> None:
-            with _split_by(program, split):
+            with split_by(program, split):
                 made[0].forward()
 
         try:
@@ -458,7 +388,7 @@ class LayerGraphs:
         program = self._programs[layer]
 
         def backward(split: Launch) -> None:
-            with _split_by(program, split):
+            with split_by(program, split):
                 one.ran.backward(room, keeps=self._captures.keeps)
 
         mlp, attention = self._captures.capture(of.pool, _go_on, backward)
@@ -467,7 +397,7 @@ class LayerGraphs:
     def _over_memory(self, of: _Set, at: Activations, layer: int, hidden: Tensor) -> LayerPass:
         """Return the layer over memory of the pool; to be called in a capture."""
         if of.gradient is None:
-            _, tensors = _numbered(at.calls)
+            _, tensors = numbered(at.calls)
             of.statics = [torch.empty_like(tensor) for tensor in tensors]
             of.gradient = torch.empty_like(hidden)
         for n in (layer, layer + 1):
@@ -476,16 +406,14 @@ class LayerGraphs:
         reads, makes = of.boundaries[layer], of.boundaries[layer + 1]
         assert reads is not None
         assert makes is not None
-        call = _call_of(of.like[layer], of.statics)
+        call = call_of(of.like[layer], of.statics)
         program = self._programs[layer]
         return LayerPass(program, call, reads, makes, of.gradient, wants_input=layer > 0)
 
-    def _room(self, layer: int) -> Tensor:
-        room, learns = self._rooms[layer], self._learns[layer]
+    def _room(self, layer: int) -> GradientRoom:
+        room = self._rooms[layer]
         if room is None:
-            total = sum(parameter.numel() for parameter in learns)
-            room = torch.zeros(total, dtype=learns[0].dtype, device=learns[0].device)
-            self._rooms[layer] = room
+            room = self._rooms[layer] = GradientRoom(self._learns[layer])
         return room
 
     def _outside(self, ours: Sequence[_Set], hidden: Tensor | None) -> Tensor | None:
@@ -499,56 +427,6 @@ class LayerGraphs:
         self.refused = why
         log.warning("layers run packed, not as graphs: %s", why)
         self._owner = self._set = None
-
-
-@contextmanager
-def _split_by(program: PackedLayer, split: Launch) -> Iterator[None]:
-    """Call `split` at the first point of a pass, and nothing at later ones."""
-    before, points = program.point, [split]
-    program.point = lambda: points.pop()() if points else None
-    try:
-        yield
-    finally:
-        program.point = before
-
-
-def _holders(room: Tensor) -> int:
-    """Return how many tensors share the memory, itself included."""
-    return int(torch._C._storage_Use_Count(room.untyped_storage()._cdata)) - 1
-
-
-def _numbered(calls: Sequence[LayerCall]) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Return each layer's arguments with numbers for tensors, and the tensors, each once."""
-    numbers: dict[int, int] = {}
-    tensors: list[Tensor] = []
-
-    def number(leaf: Any) -> Any:  # noqa: ANN401
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in numbers:
-            numbers[id(leaf)] = len(tensors)
-            tensors.append(leaf)
-        return _Static(numbers[id(leaf)], tuple(leaf.shape), leaf.dtype)
-
-    like = tuple(pytree.tree_map(number, (call.args, call.kwargs)) for call in calls)
-    return like, tensors
-
-
-@dataclass(frozen=True, slots=True)
-class _Static:
-    """The place of a tensor among those that graphs read."""
-
-    number: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _call_of(like: Any, statics: Sequence[Tensor]) -> LayerCall:  # noqa: ANN401
-    def found(leaf: Any) -> Any:  # noqa: ANN401
-        return statics[leaf.number] if isinstance(leaf, _Static) else leaf
-
-    args, kwargs = pytree.tree_map(found, like)
-    return LayerCall(args, kwargs)
 
 
 def refused_graphs(programs: Sequence[PackedLayer], captures: GraphCaptures | None) -> str:

@@ -8,7 +8,7 @@ alone. Forward consists of operations that make new tensors, so that it can be r
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -185,6 +185,11 @@ class PackedLayer:
         """Return [tokens, heads x head] as [rows, tokens of a row, heads, head]: a view."""
         tokens, width = projected.shape
         return projected.view(rows, tokens // rows, width // self.head, self.head)
+
+
+def refresh_all(layers: Sequence[PackedLayer]) -> None:
+    """Make the packed copies of all layers, whose weights are all there, of what has changed."""
+    refresh([group for layer in layers for group in layer.groups])
 
 
 class _Along:

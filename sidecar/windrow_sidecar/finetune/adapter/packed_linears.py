@@ -111,7 +111,6 @@ class PackedLinears:
 
     Attributes:
         joining: computes the product where others need the same weight; None: nobody does.
-        pack_b: writes `b` in one launch; None: each parameter is copied to its place.
     """
 
     def __init__(
@@ -120,10 +119,13 @@ class PackedLinears:
         self.projections = tuple(projections)
         self._name, self._tensors = name, tensors
         self._learns = tuple(parameter for p in self.projections for parameter in p.learns)
-        self.pack_b: Callable[[], None] | None = None
+        self._pack_b: Callable[[], None] | None = None
         self.joining: Joining | None = None
         self._seen: tuple[int, ...] = ()
         self._parts: tuple[_Part, ...] = ()
+        # Rooms in the packed copies and what goes there; None: not looked up since they were laid
+        # out.
+        self._copies: list[tuple[Tensor, nn.Parameter]] | None = None
         self._a: Tensor | None = None
         self._nothing: Tensor | None = None  # the sum of a product that adds to nothing
         scales = {p.scale for p in self.projections if p.a is not None}
@@ -131,6 +133,15 @@ class PackedLinears:
         self._scales: Tensor | None = None  # of each column of u, where they differ
         self._differ = bool(scales)
         self._places: Tensor | None = None
+
+    @property
+    def pack_b(self) -> Callable[[], None] | None:
+        """What writes `b` in one launch; None: each parameter is copied to its place."""
+        return self._pack_b
+
+    @pack_b.setter
+    def pack_b(self, pack: Callable[[], None] | None) -> None:
+        self._pack_b, self._copies = pack, None
 
     @property
     def parts(self) -> int:
@@ -200,7 +211,7 @@ class PackedLinears:
 
     def release(self) -> None:
         """Forget the packed copies."""
-        self._seen, self._parts = (), ()
+        self._seen, self._parts, self._copies = (), (), None
         self._a = self._nothing = self._scales = self._places = None
         for name in [name for name in self._tensors if name.startswith(f"{self._name}.")]:
             del self._tensors[name]
@@ -407,22 +418,27 @@ class PackedLinears:
             total = (d[:, rows].to(wide) * before[:, rows].to(wide)).sum(0)
             _add(projection.magnitude, total / part.own["norm"][rows])
 
-    def _to_copy(self) -> list[tuple[Tensor, Tensor]]:
+    def _to_copy(self) -> list[tuple[Tensor, nn.Parameter]]:
         """Return what the adapter's parameters are copied to, and the parameters; lay out first."""
         if not self._parts or any(
             not _holds(part.weight, part.projections) for part in self._parts
         ):
             self.release()
             self._lay_out()
-        found: list[tuple[Tensor, Tensor]] = []
+        if self._copies is None:
+            self._copies = self._places_of_copies()
+        return self._copies
+
+    def _places_of_copies(self) -> list[tuple[Tensor, nn.Parameter]]:
+        found: list[tuple[Tensor, nn.Parameter]] = []
         for part in self._parts:
             for projection, rows, columns in _adapted(part):
                 assert projection.a is not None
                 assert projection.b is not None
                 in_part = slice(columns.start - part.of_u.start, columns.stop - part.of_u.start)
-                found.append((self.a[columns], projection.a.detach()))
+                found.append((self.a[columns], projection.a))
                 if self.pack_b is None or len(part.projections) == 1:
-                    found.append((part.own["b"][rows, in_part], projection.b.detach()))
+                    found.append((part.own["b"][rows, in_part], projection.b))
         return found
 
     def _finish(self) -> None:

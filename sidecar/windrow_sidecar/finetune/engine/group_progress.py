@@ -88,32 +88,55 @@ class GroupProgress:
         Raises:
             ValueError: it might not have.
         """
-        for part in tasklet.each_layer():
-            self.check(part)
-            self.note(part)
+        for layer in tasklet.layers:
+            self.check(tasklet, layer)
+            self.note(tasklet, layer)
 
-    def check(self, part: Tasklet) -> None:
-        """Make sure that a tasklet of one layer may run.
+    def check(self, tasklet: Tasklet, layer: int | None = None) -> None:
+        """Make sure that a layer of a tasklet may run; None: its first one.
 
         Raises:
             ValueError: it may not.
         """
-        if why := self._blocked(part):
-            raise ValueError(f"{part} may not run: {why}")
+        if why := self._blocked(tasklet, tasklet.layers[0] if layer is None else layer):
+            raise ValueError(f"{tasklet} may not run: {why}")
 
-    def note(self, part: Tasklet) -> None:
-        """Note that a tasklet of one layer has run which `check` has let pass."""
-        assert part.micro is not None
-        reached = self._of[part.micro]
-        if part.phase is Phase.FORWARD:
-            reached.up[part.layer] = part.window.end
-            if not part.micro.evaluation:
-                reached.windows[part.layer].append(part.window)
-        elif part.phase is Phase.LOSS:
-            reached.loss = part.window.end
+    def note(self, tasklet: Tasklet, layer: int) -> None:
+        """Note that a layer of a tasklet has run which `check` has let pass."""
+        micro = tasklet.micro
+        assert micro is not None
+        reached = self._of[micro]
+        if tasklet.phase is Phase.FORWARD:
+            reached.up[layer] = tasklet.window.end
+            if not micro.evaluation:
+                reached.windows[layer].append(tasklet.window)
+        elif tasklet.phase is Phase.LOSS:
+            reached.loss = tasklet.window.end
         else:
-            reached.windows[part.layer].pop()
-            reached.back[part.layer] = part.window.begin
+            reached.windows[layer].pop()
+            reached.back[layer] = tasklet.window.begin
+
+    def layers_behind(self, tasklet: Tasklet) -> int:
+        """Return how many layers follow it for certain, by its phase and window.
+
+        Where one micro-batch is on its way and all of its tokens pass together, no order has a
+        choice; 0 elsewhere.
+        """
+        micro = tasklet.micro
+        if micro is None or len(self.group) > 1 or tasklet.is_window:
+            return 0
+        reached = self._of[micro]
+        if tasklet.phase is Phase.FORWARD:
+            return sum(not tokens for tokens in reached.up[tasklet.layer_end :])
+        if tasklet.phase is Phase.BACKWARD:
+            whole = 0
+            while whole < tasklet.layer:
+                windows = reached.windows[tasklet.layer - whole - 1]
+                if len(windows) != 1 or windows[0] != tasklet.window:
+                    break
+                whole += 1
+            return whole
+        return 0
 
     def copy(self) -> GroupProgress:
         """Return one that goes its own way from here."""
@@ -140,41 +163,39 @@ class GroupProgress:
             for layer, windows in enumerate(reached.windows):
                 if windows:
                     tasklet = tasklet_of(Phase.BACKWARD, micro, layer, windows[-1])
-                    if not self._blocked(tasklet):
+                    if not self._blocked(tasklet, layer):
                         yield tasklet
 
-    def _blocked(self, part: Tasklet) -> str:
+    def _blocked(self, part: Tasklet, layer: int) -> str:
         reached = self._of.get(part.micro) if part.micro else None
         if reached is None or part.micro is None:
             return "it belongs to another group"
-        return self._RULES[part.phase](self, part, part.micro, reached)
+        return self._RULES[part.phase](self, part, layer, part.micro, reached)
 
-    def _forward(self, part: Tasklet, micro: MicroBatch, reached: _Reached) -> str:
-        if reached.up[part.layer] != part.window.begin:
+    def _forward(self, part: Tasklet, layer: int, micro: MicroBatch, reached: _Reached) -> str:
+        if reached.up[layer] != part.window.begin:
             return "tokens to the left have to pass the layer before"
-        if self.above(micro, part.layer) < part.window.end:
+        if self.above(micro, layer) < part.window.end:
             return "the layer below has not run on these tokens"
         return ""
 
-    def _loss(self, part: Tasklet, micro: MicroBatch, reached: _Reached) -> str:
-        del micro
+    def _loss(self, part: Tasklet, layer: int, micro: MicroBatch, reached: _Reached) -> str:
+        del layer, micro
         if reached.loss != part.window.begin:
             return "the loss is taken from left to right"
         return "" if reached.up[-1] >= part.window.end else "the last layer has not run on them"
 
-    def _backward(self, part: Tasklet, micro: MicroBatch, reached: _Reached) -> str:
+    def _backward(self, part: Tasklet, layer: int, micro: MicroBatch, reached: _Reached) -> str:
         if micro.evaluation:
             return "an evaluation goes up only"
-        windows = reached.windows[part.layer]
+        windows = reached.windows[layer]
         if not windows or windows[-1] != part.window:
             return "a layer runs back by the windows in which it ran up"
-        if part.window.end != reached.back[part.layer]:
+        if part.window.end != reached.back[layer]:
             return "tokens to the right have to run back before"
-        top = part.layer + 1 == self.depth
+        top = layer + 1 == self.depth
         ready = (
-            reached.loss >= part.window.end
-            if top
-            else reached.back[part.layer + 1] <= part.window.begin
+            reached.loss >= part.window.end if top else reached.back[layer + 1] <= part.window.begin
         )
         return "" if ready else "the gradient from above is not there"
 

@@ -131,8 +131,8 @@ class JointGroup(MicroBatchGroup):
     def _learning(self, layer: int) -> list[nn.Parameter]:
         return self._linears.learning(self._parts.stack.layers[layer])
 
-    def _seed_dropout(self, part: Tasklet, micro: MicroBatch) -> None:
-        del micro
+    def _seed_dropout(self, part: Tasklet, micro: MicroBatch, layer: int) -> None:
+        del micro, layer
         self._linears.run_for([(each.key, each.rows.micro.lines) for each in self.parts])
         for each in self.parts:
             if each.parts.adapter.drops:

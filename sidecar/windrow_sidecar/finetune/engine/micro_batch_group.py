@@ -144,11 +144,12 @@ class MicroBatchGroup:
         Raises:
             ValueError: it may not run yet.
         """
-        for part in tasklet.each_layer():
-            self.progress.check(part)
-            assert part.micro is not None
-            self._RUN[part.phase](self, part, part.micro)
-            self.progress.note(part)
+        progress, micro, run = self.progress, tasklet.micro, self._RUN[tasklet.phase]
+        for layer in tasklet.layers:
+            progress.check(tasklet, layer)
+            assert micro is not None
+            run(self, tasklet, micro, layer)
+            progress.note(tasklet, layer)
         if tasklet.phase is Phase.BACKWARD and self.progress.done:
             self._finish()
 
@@ -195,11 +196,11 @@ class MicroBatchGroup:
         self._boundaries.clear()
         self._boundaries = TorchBoundaries()
 
-    def _forward(self, part: Tasklet, micro: MicroBatch) -> None:
+    def _forward(self, part: Tasklet, micro: MicroBatch, layer: int) -> None:
         at = self._at.get(micro) or self._begin(part, micro)
-        self._seed_dropout(part, micro)
+        self._seed_dropout(part, micro, layer)
         self._parts.stack.forward(
-            at, part.layer, part.window, self._boundaries, learn=not micro.evaluation
+            at, layer, part.window, self._boundaries, learn=not micro.evaluation
         )
 
     def _begin(self, part: Tasklet, micro: MicroBatch) -> Activations:
@@ -221,7 +222,7 @@ class MicroBatchGroup:
         at = self._at[micro] = stack.begin(ids, prefix, positions, dropout, self._longest)
         return at
 
-    def _loss(self, part: Tasklet, micro: MicroBatch) -> None:
+    def _loss(self, part: Tasklet, micro: MicroBatch, layer: int) -> None:
         at, window = self._at[micro], part.window
         hidden = at.inputs[-1]
         assert hidden is not None
@@ -229,12 +230,12 @@ class MicroBatchGroup:
         hidden = hidden.detach()[part_of_row].to(at.ids.device)
         targets = self._targets[micro][part_of_row]
         if self._pairs is not None:
-            self._compare(self._pairs, part, micro, hidden)
+            self._compare(self._pairs, part, micro, layer, hidden)
             return
         if micro.evaluation:
             self._losses.append(Reading(self._parts.head.loss(hidden, targets)))
             return
-        self._seed_dropout(part, micro)  # for an adapter of the head
+        self._seed_dropout(part, micro, layer)  # for an adapter of the head
         gradient = self._learn(hidden, targets)
         if window == micro.whole:
             at.gradient = gradient
@@ -265,7 +266,7 @@ class MicroBatchGroup:
         return self._parts.adapter.learning(self._parts.stack.layers[layer])
 
     def _compare(
-        self, pairs: PairsToCompare, part: Tasklet, micro: MicroBatch, hidden: Tensor
+        self, pairs: PairsToCompare, part: Tasklet, micro: MicroBatch, layer: int, hidden: Tensor
     ) -> None:
         """Take the losses of answers in a window; with the last one the pairs' own are known.
 
@@ -275,7 +276,7 @@ class MicroBatchGroup:
         at, window, adapter = self._at[micro], part.window, self._parts.adapter
         part_of_row = (slice(None), slice(window.begin, window.end))
         row_of, learn = _row_of(micro), not micro.evaluation
-        self._seed_dropout(part, micro)
+        self._seed_dropout(part, micro, layer)
         losses, gradient = self._parts.head.row_losses(
             hidden,
             self._targets[micro][part_of_row],
@@ -306,13 +307,13 @@ class MicroBatchGroup:
             self._losses.append(Reading(pairs.loss.losses(tuned, reference).sum()))
         self._row_losses[micro] = losses
 
-    def _backward(self, part: Tasklet, micro: MicroBatch) -> None:
-        self._seed_dropout(part, micro)  # for what runs its forward a second time
+    def _backward(self, part: Tasklet, micro: MicroBatch, layer: int) -> None:
+        self._seed_dropout(part, micro, layer)  # for what runs its forward a second time
         stack, at = self._parts.stack, self._at[micro]
-        if part.window == micro.whole and stack.backward_by_graphs(at, part.layer):
+        if stack.backward_by_graphs(at, layer, part.window):
             return
-        with _whole_or_nothing(self._learning(part.layer)):
-            stack.backward(at, part.layer, part.window)
+        with _whole_or_nothing(self._learning(layer)):
+            stack.backward(at, layer, part.window)
 
     _RUN = {  # noqa: RUF012 - a table of methods
         Phase.FORWARD: _forward,
@@ -320,7 +321,7 @@ class MicroBatchGroup:
         Phase.BACKWARD: _backward,
     }
 
-    def _seed_dropout(self, part: Tasklet, micro: MicroBatch) -> None:
+    def _seed_dropout(self, part: Tasklet, micro: MicroBatch, layer: int) -> None:
         if micro.evaluation:
             return
         if self._parts.adapter.drops:
@@ -332,7 +333,7 @@ class MicroBatchGroup:
                 packed=_lengths(micro),
             )
         if self._parts.stack.own_dropout:
-            key = (self._seed, part.step, micro.rows[0], part.layer)
+            key = (self._seed, part.step, micro.rows[0], layer)
             torch.manual_seed(hash(key) & _SEED_BITS)
 
     def _finish(self) -> None:

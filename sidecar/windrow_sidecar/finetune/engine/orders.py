@@ -60,30 +60,48 @@ def unfold(order: Order, at: GroupProgress, sizing: TaskletSizing = _WHOLE) -> I
     """Yield the tasklets that an order runs from here on, one layer each."""
     at = at.copy()
     while (tasklet := order(at, sizing)) is not None:
-        at.note(tasklet)
+        at.note(tasklet, tasklet.layer)
         yield tasklet
 
 
 def next_of(order: Order, at: GroupProgress, sizing: TaskletSizing) -> Tasklet | None:
     """Return the next tasklet; it spans several layers where order and sizing allow that."""
-    made = order(at, sizing)
-    if made is None or not sizing.fits(made.with_another_layer()):
-        return made  # most often, so without a look ahead, which takes as long as ten of these
-    for following in islice(unfold(order, at, sizing), 1, None):
-        longer = made.joined(following)
-        if longer is None or not sizing.fits(longer):
-            break
-        made = longer
-    return made
+    return next(listing(order, at, sizing), None)
 
 
 def listing(order: Order, at: GroupProgress, sizing: TaskletSizing) -> Iterator[Tasklet]:
     """Yield the tasklets that `next_of` returns from here on, if nothing changes meanwhile."""
-    at = at.copy()
-    while (tasklet := next_of(order, at, sizing)) is not None:
-        for part in tasklet.each_layer():
-            at.note(part)  # an order names what may run; what runs is checked before it does
-        yield tasklet
+    at, made = at.copy(), None
+    while (found := order(at, sizing)) is not None:
+        if made is not None:
+            longer = made.joined(found)
+            if longer is not None and sizing.fits(longer):
+                at.note(found, found.layer)
+                made = longer
+                continue
+            yield made
+        made = _stretched(found, at.layers_behind(found), sizing)
+        # An order names what may run; what runs is checked before it does.
+        for layer in made.layers:
+            at.note(made, layer)
+    if made is not None:
+        yield made
+
+
+def _stretched(tasklet: Tasklet, most: int, sizing: TaskletSizing) -> Tasklet:
+    """Return a tasklet with as many of the `most` layers behind it as fit, found by halving."""
+    fitting, step = 0, 1
+    made = tasklet
+    while fitting < most and step:
+        more = min(most, fitting + step)
+        longer = tasklet.with_further(more)
+        if sizing.fits(longer):
+            fitting, made, step = more, longer, 2 * step
+        elif step == 1:
+            break
+        else:
+            most, step = more - 1, max(1, (more - 1 - fitting) // 2)
+    return made
 
 
 def _layers_up(

@@ -301,7 +301,13 @@ class TaskletSizing(Protocol):
 
 @dataclass(frozen=True, slots=True)  # two are equal: a lookahead goes on with either
 class WholeRows:
-    """Tasklets of one layer and all tokens, for a device that nobody waits for."""
+    """Tasklets of all tokens and a fixed number of layers, for a device that nobody waits for.
+
+    Attributes:
+        layers: of a tasklet, at most; the losses of micro-batches are never joined.
+    """
+
+    layers: int = 1
 
     def cut(self, phase: Phase, micro: MicroBatch) -> int:
         """Return the whole width."""
@@ -309,9 +315,8 @@ class WholeRows:
         return micro.width
 
     def fits(self, tasklet: Tasklet) -> bool:
-        """No: a tasklet is a layer."""
-        del tasklet
-        return False
+        """Return whether it has no more layers than that."""
+        return tasklet.parts <= self.layers
 
 
 @dataclass(frozen=True, slots=True)

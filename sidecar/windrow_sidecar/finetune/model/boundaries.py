@@ -87,6 +87,7 @@ class Activations:
         key_values: of each layer that runs in windows.
         gradient: [rows, width, hidden]: at each token, with respect to the output of the layer that
             has not run back yet.
+        whole: all tokens of a row.
     """
 
     ids: Tensor
@@ -96,11 +97,11 @@ class Activations:
     graphs: list[list[Graph | Forgotten | Replayed]] = field(default_factory=list)
     key_values: list[KeyValues | None] = field(default_factory=list)
     gradient: Tensor | None = None
+    whole: TokenWindow = field(init=False)
 
-    @property
-    def whole(self) -> TokenWindow:
-        """All tokens of a row."""
-        return TokenWindow(0, self.ids.shape[1])
+    def __post_init__(self) -> None:
+        """Make once what each layer asks for."""
+        self.whole = TokenWindow(0, self.ids.shape[1])
 
     def forget_graphs(self) -> None:
         """Keep layers' inputs only; nothing is copied."""

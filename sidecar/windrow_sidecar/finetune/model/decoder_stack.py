@@ -273,7 +273,7 @@ class DecoderStack:
         elif window.end == at.whole.end:
             at.inputs[layer] = at.key_values[layer] = None
 
-    def backward_by_graphs(self, at: Activations, layer: int) -> bool:
+    def backward_by_graphs(self, at: Activations, layer: int, window: TokenWindow) -> bool:
         """Run a layer back by graphs, whose last one sets `.grad`; False: that cannot be.
 
         What is given up in its middle may run again.
@@ -281,7 +281,7 @@ class DecoderStack:
         graphs, entries = self.graphs, at.graphs[layer]
         if graphs is None or not entries or not isinstance(entries[-1], Replayed):
             return False
-        if not graphs.replays(at, layer):
+        if window != at.whole or not graphs.replays(at, layer):
             return False
         graphs.backward(at, layer)
         entries.clear()

@@ -19,7 +19,11 @@ from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.compute.partition import UnknownLevel
 from windrow_sidecar.finetune.adapter.layer_programs import wanted_program
 from windrow_sidecar.finetune.data.split import DataSplit
-from windrow_sidecar.finetune.engine.sizing import Estimates, micro_batches_a_visit
+from windrow_sidecar.finetune.engine.sizing import (
+    Estimates,
+    WholeRows,
+    micro_batches_a_visit,
+)
 from windrow_sidecar.finetune.engine.stages import StepDone
 from windrow_sidecar.finetune.job.assembly import (
     JobSpec,
@@ -41,6 +45,9 @@ from windrow_sidecar.finetune.tensor_parallel.sharding import Sharding
 # Tokens of a micro-batch where nobody waits for the device: a layer of an 8B model has to be long
 # enough there to hide what queueing it costs Python, several milliseconds (H200).
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
+# Of a tasklet on a device that queues, where nobody waits: what is around a tasklet takes the host
+# longer than to launch the graphs of a layer. A command is heard after so many of them.
+QUEUED_LAYERS = 8
 
 
 def measure_alone(options: argparse.Namespace) -> int:
@@ -154,9 +161,13 @@ def open_alone(
         together = micro_batches_a_visit(frozen, known, of_each, job.spec.training.batch_size)
         return MicroLimits(tokens, micro_batches=together)
 
+    # Layers that take turns in memory are visited one by one.
+    sizing = WholeRows(QUEUED_LAYERS if device.queues and frozen is None else 1)
     # A packed layer sums nothing over ranks.
     program = wanted_program() if sharding is None else "eager"
-    runtime = TaskletRuntime(TorchBoundaries(), limits, device=device, program=program)
+    runtime = TaskletRuntime(
+        TorchBoundaries(), limits, sizing=lambda: sizing, device=device, program=program
+    )
     session = open_session(job, base, runtime, rows=rows, alive=alive, sharding=sharding)
     return session
 

@@ -31,11 +31,16 @@ class FlatParameters:
     def __init__(self, parameters: Sequence[nn.Parameter], *, alone: bool = False) -> None:
         self.members = list(parameters)
         self.is_alone = alone
-        self._places: list[int] = []
+        # Shapes of members and of what is between two of them, in the order of their places.
+        self._pieces: list[Tensor] = []
+        self._of_member: list[int] = []
         self._elements = 0
         for parameter in self.members:
-            self._places.append(self._elements)
-            self._elements += -(-parameter.numel() // _ALIGNED) * _ALIGNED
+            self._of_member.append(len(self._pieces))
+            self._pieces.append(parameter.new_empty(parameter.shape, device="meta"))
+            if between := -parameter.numel() % _ALIGNED:
+                self._pieces.append(parameter.new_empty(between, device="meta"))
+            self._elements += parameter.numel() + between
         if alone:
             (self.whole,) = self.members
             return
@@ -54,9 +59,11 @@ class FlatParameters:
         """Return the part of each member, [...] in its shape, of what has the shape of `whole`."""
         if self.is_alone:
             return [flat]
+        # In one call: each step asks for them, and a layer has fourteen.
+        found: list[Tensor] = list(torch._C._nn.unflatten_dense_tensors(flat, self._pieces))
         return [
-            flat[place : place + parameter.numel()].view(parameter.shape)
-            for place, parameter in zip(self._places, self.members, strict=True)
+            found[n] if found[n].numel() else found[n].view(self._pieces[n].shape)
+            for n in self._of_member
         ]
 
     def of_members(self, held: Tensor) -> list[Tensor]:
