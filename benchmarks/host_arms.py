@@ -79,7 +79,7 @@ class Marks:
     def of_layer(self) -> Layer:
         """Return the figures of a layer of the step that was noted, and begin again."""
         spans: dict[str, list[int]] = {"fwd": [], "bwd": []}
-        first = 0
+        first = optimizer = 0
         for (phase, layer, at), (next_phase, next_layer, then) in pairwise(self._begun):
             if phase == "fwd" == next_phase and layer == 0:
                 first = then - at
@@ -87,12 +87,15 @@ class Marks:
                 spans["fwd"].append(then - at)
             elif phase in ("down", "bwd") and next_phase == "bwd" and abs(layer - next_layer) == 1:
                 spans["bwd"].append(then - at)
+            elif phase == "opt":
+                optimizer = then - at
         depth = 1 + max(layer for phase, layer, _ in self._begun if phase == "bwd")
         self._begun.clear()
         forward = statistics.fmean(spans["fwd"])
         # Behind the loss there is a step to the first tasklet of the backward, but no layer.
         backward = sum(spans["bwd"]) / (depth - 1)
-        return Layer(forward + backward, max(0.0, first - forward) / depth)
+        typical = statistics.median(spans["fwd"]) + statistics.median(spans["bwd"])
+        return Layer(forward + backward, typical, max(0.0, first - forward) / depth, optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +104,15 @@ class Layer:
 
     Attributes:
         both: forward and backward, means over the layers: what is around tasklets counts with it.
+        typical: the same of the median layer.
         once: a layer's share of what the first layer of a step does for all: copies of the adapter.
+        optimizer: norm of the gradient, clipping and AdamW, of the whole step.
     """
 
     both: float
+    typical: float
     once: float
+    optimizer: int
 
 
 class Nobody:
@@ -144,6 +151,16 @@ def marked(stream: TaskletStream, marks: Marks, *, backward: str = "backward") -
         return made
 
     head.loss_and_gradient = of_loss
+    optimizer: Any = stream._optimizer
+    take = optimizer.step
+
+    def of_step(number: int) -> Any:
+        marks.note("opt", 0)
+        made = take(number)
+        marks.note("end", 0)
+        return made
+
+    optimizer.step = of_step
 
 
 def standalone(
@@ -186,6 +203,18 @@ def plain(loop: PlainLoop, marks: Marks) -> Callable[[], None]:
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
+    clip, take = torch.nn.utils.clip_grad_norm_, loop._adamw.step
+
+    def clipped(*given: Any) -> Tensor:
+        marks.note("opt", 0)
+        return clip(*given)
+
+    def taken() -> None:
+        take()
+        marks.note("end", 0)
+
+    torch.nn.utils.clip_grad_norm_ = clipped  # type: ignore[assignment]
+    loop._adamw.step = taken  # type: ignore[method-assign, assignment]
 
     def step() -> None:
         loop.step()
@@ -336,7 +365,8 @@ def main() -> None:
     }
     settle_heap()
     found: dict[str, Any] = {
-        arm: {"us": [], "once_us": [], "launches": 0.0, "planned": 0} for arm in arms
+        arm: {"us": [], "once_us": [], "launches": 0.0, "optimizer": 0, "planned": 0}
+        for arm in arms
     }
     for n in range(_WARM + options.rounds):
         marks.counts = n % _COUNTED == 0
@@ -345,7 +375,8 @@ def main() -> None:
             layer = marks.of_layer()
             found[arm]["planned"], marks.planned = marks.planned, 0
             if marks.counts:
-                found[arm]["launches"] = layer.both
+                found[arm]["launches"] = layer.typical
+                found[arm]["optimizer"] = layer.optimizer
             elif n >= _WARM:
                 found[arm]["us"].append(layer.both / 1e3)
                 found[arm]["once_us"].append(layer.once / 1e3)

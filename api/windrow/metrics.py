@@ -365,8 +365,9 @@ WORKER_MEMORY: Final = _of_slot(
     "windrow_worker_memory_bytes",
     _GAUGE,
     "bytes",
-    "Device memory that the worker holds in lent chunks: requested by tensors, and lost to "
-    "fragmentation. 0 on the host, where torch has no hook.",
+    "Device memory that the worker holds: in lent chunks requested by tensors and lost to "
+    "fragmentation, and beside them what the driver has taken for CUDA graphs. 0 on the host, "
+    "where torch has no hook.",
     "part",
 )
 WORKER_STARTS: Final = _of_slot(

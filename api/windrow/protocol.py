@@ -69,6 +69,7 @@ class JobProgress:
     memory_bytes: int = 0
     allocator_held_bytes: int = 0
     allocator_requested_bytes: int = 0
+    graph_bytes: int = 0  # that the driver has taken for CUDA graphs
     sharing: str = ""  # of a GPU with decode: "spatial", "temporal"
     sharing_reason: str = ""
     sharing_code: str = ""  # as a reason of the condition SharedInSpace

@@ -130,5 +130,12 @@ def _print(shown: dict[str, Any]) -> None:
     )
     if shown["layer_program"] != "eager":
         console.print(f"layers run {shown['layer_program']}")
+    if shown["layer_program_why"]:
+        console.print(shown["layer_program_why"])
+    if (graphs := shown["graphs"]) is not None:
+        how = "measured" if graphs["measured"] else "for one shape on one share, estimated by nodes"
+        console.print(
+            f"the driver takes {graphs['driver_bytes'] / 2**20:.0f} MiB for graphs ({how})"
+        )
     if shown["windows_refused"]:
         console.print(f"rows are not cut into windows: {shown['windows_refused']}")

@@ -119,17 +119,49 @@ def test_gradients_are_bit_equal_for_every_budget(architecture, dtype, dropout):
         planned.bytes_per_token = budget and budget / (ROWS * WIDTH)
         found = gradients(stack)
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), budget
+    staying = stack.around_layer = PlannedLayers(stack.layers, weights_stay=True)
+    for budget in (most, (most + least) // 2, least):
+        staying.bytes_per_token = budget / (ROWS * WIDTH)
+        found = gradients(stack)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), budget
 
 
+class Weighed(CheckpointedForward):
+    """Counts the memory that it keeps, what it leaves to autograd included."""
+
+    def __init__(self, layer, args, kwargs, plan):
+        super().__init__(layer, args, kwargs, plan)
+        self._left = {}
+        given = torch.utils._pytree.tree_leaves((args, kwargs))
+        held = [t for t in (*given, *layer.parameters(), *layer.buffers()) if torch.is_tensor(t)]
+        self._there = {t.untyped_storage()._cdata for t in held}
+
+    def pack(self, tensor):
+        packed = super().pack(tensor)
+        if torch.is_tensor(packed):
+            storage = packed.untyped_storage()
+            self._left[storage._cdata] = (storage._weak_ref(), storage.nbytes())
+        return packed
+
+    @property
+    def kept_bytes(self):
+        alive = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._values.values()}
+        found = {at: storage.nbytes() for at, storage in alive.items()}
+        for at, (weak, n_bytes) in self._left.items():
+            if at not in self._there and not torch.UntypedStorage._expired(weak):
+                found[at] = n_bytes
+        return sum(found.values())
+
+
+@pytest.mark.parametrize("stay", [False, True], ids=["weights move", "weights stay"])
 @pytest.mark.parametrize("architecture", ["Llama", "Phi3", "OPT"])
-def test_what_is_kept_is_what_was_planned_and_is_gone_after_backward(architecture):
+def test_what_is_kept_is_what_was_planned_and_is_gone_after_backward(architecture, stay):
     stack = make_stack(architecture, torch.bfloat16, 0.3)
     args, kwargs = call_of(stack)
     recording = record(stack.layers[0], args, kwargs)
     for plan in (largest(recording.graph), smallest(recording.graph)):
-        following = CheckpointedForward(
-            stack.layers[0], args, kwargs, recompute_plan_of(recording, plan)
-        )
+        made = recompute_plan_of(recording, plan, weights_stay=stay)
+        following = Weighed(stack.layers[0], args, kwargs, made)
         with following.forward():
             out = stack.layers[0](*args, **kwargs)
         assert not following.misfit

@@ -108,6 +108,7 @@ async def test_a_running_job_is_in_the_heartbeats_and_the_worker_is_nice(pod):
     job = {"job_name": "support-tone", "job_namespace": "team-a"}
     assert agent.sample("windrow_job_step", **job) > 5
     assert agent.sample("windrow_worker_memory_bytes", part="fragmentation") == 2**20
+    assert agent.sample("windrow_worker_memory_bytes", part="graphs") == 5 * 2**20
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ async def test_jobs_share_a_worker_and_it_is_reaped_after_the_last(pod):
     for name in ("uid-1", "uid-2"):
         job = {"job_name": name, "job_namespace": "team-a"}
         assert agent.sample("windrow_job_step", **job) is not None
-    assert agent.metrics().count("windrow_worker_memory_bytes{") == 2
+    assert agent.metrics().count("windrow_worker_memory_bytes{") == 3
 
     operator.command(Ask.STOP, "uid-1", 4)
     stopped = await until(lambda: end_of(operator, "uid-1"))

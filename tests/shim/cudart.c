@@ -37,6 +37,7 @@ typedef struct {
   long long pinned_bytes;
   long long captures;
   long long graph_launches;
+  long long graph_bytes;     /* of the device, for executable graphs */
   long long workspace_bytes; /* the largest that torch gave to cuBLAS */
   long long waits;           /* of the host for a stream, an event or the device */
   long long unpinned;        /* copies that go through a buffer of the driver's */
@@ -373,7 +374,7 @@ API cudaError_t cudaHostUnregister(void* address) {
 }
 API cudaError_t cudaMemGetInfo(size_t* left, size_t* all) {
   *all = device_memory();
-  *left = *all - (size_t)counts.device_bytes;
+  *left = *all - (size_t)(counts.device_bytes + counts.graph_bytes);
   return cudaSuccess;
 }
 API cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes* facts, const void* address) {
@@ -655,10 +656,14 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCap
   }
   return cudaSuccess;
 }
+static long long of_graph(void) {
+  return from_environment("WINDROW_SHIM_GRAPH_BYTES", 0);
+}
 API cudaError_t cudaGraphInstantiate(cudaGraphExec_t* made, cudaGraph_t graph,
                                      unsigned long long flags) {
   (void)graph, (void)flags;
   *made = (cudaGraphExec_t)malloc(1);
+  __atomic_add_fetch(&counts.graph_bytes, of_graph(), __ATOMIC_RELAXED);
   return cudaSuccess;
 }
 API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph,
@@ -681,6 +686,7 @@ API cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 }
 API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) {
   free(graph);
+  __atomic_sub_fetch(&counts.graph_bytes, of_graph(), __ATOMIC_RELAXED);
   return cudaSuccess;
 }
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+from windrow_sidecar.compute.captures import NODE_BYTES
+from windrow_sidecar.finetune.adapter.layer_graphs import NODES_OF_LAYER
+
 CODE = """
 import ctypes, json, logging, sys, threading
 import torch
@@ -125,15 +128,28 @@ def test_layers_are_captured_once_in_lent_memory_that_comes_and_goes(shim, tmp_p
 
 def test_layers_are_captured_in_torchs_own_memory_too(shim):
     own = """
+from windrow_sidecar.compute.captures import taken_for_graphs
 from windrow_sidecar.compute.cuda_device import CudaDevice
 class slot:
     device = CudaDevice()
 """
     begin = CODE.partition("geometry = ")[0] + own + CODE[CODE.index("fused_layer.why_not") :]
     code = """
+graphs, peak = stack.graphs, slot.device.peak_bytes()
+expected = graphs.expected_bytes
 runs = [once() for _ in range(3)]
-print(json.dumps({"refused": stack.graphs.refused, "runs": runs, "layers": n}))
+found = {"refused": graphs.refused, "runs": runs, "layers": n, "expected": expected}
+found |= {"driver": graphs.driver_bytes, "of_worker": taken_for_graphs()}
+found |= {"held": slot.device.peak_bytes() - peak}
+graphs.drop()
+print(json.dumps({**found, "dropped": graphs.driver_bytes}))
 """
-    found = json.loads(shim.run(begin + code).splitlines()[-1])
+    of_graph = 3 << 20
+    taking = {"WINDROW_SHIM_GRAPH_BYTES": str(of_graph)}
+    found = json.loads(shim.run(begin + code, **taking).splitlines()[-1])
     assert found["refused"] == ""
+    assert found["driver"] == found["of_worker"] == 4 * found["layers"] * of_graph
+    assert found["held"] >= found["driver"], "it counts with the worker's peak"
+    assert found["dropped"] == 0
+    assert found["expected"] == found["layers"] * NODES_OF_LAYER * NODE_BYTES
     assert found["runs"][-1]["graph_launches"] == 4 * found["layers"]

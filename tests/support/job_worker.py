@@ -155,6 +155,7 @@ class JobWorker:
             checkpoint_path=f"/checkpoints/{step}",
             allocator_held_bytes=3 << 20,
             allocator_requested_bytes=2 << 20,
+            graph_bytes=5 << 20,
         )
         self._out.put(agent_pb2.WorkerReport(progress=progress))
 

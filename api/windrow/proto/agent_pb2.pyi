@@ -235,7 +235,7 @@ class WorkerHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., pid: _Optional[int] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class WorkerProgress(_message.Message):
-    __slots__ = ("step", "total_steps", "loss", "learning_rate", "grad_norm", "tokens", "checkpoint_step", "checkpoint_path", "held_chunks", "busy_seconds", "skipped_rows", "memory_bytes", "allocator_held_bytes", "allocator_requested_bytes", "sharing", "sharing_reason", "cut_rows", "sharing_code", "joined_with")
+    __slots__ = ("step", "total_steps", "loss", "learning_rate", "grad_norm", "tokens", "checkpoint_step", "checkpoint_path", "held_chunks", "busy_seconds", "skipped_rows", "memory_bytes", "allocator_held_bytes", "allocator_requested_bytes", "sharing", "sharing_reason", "cut_rows", "sharing_code", "joined_with", "graph_bytes")
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +255,7 @@ class WorkerProgress(_message.Message):
     CUT_ROWS_FIELD_NUMBER: _ClassVar[int]
     SHARING_CODE_FIELD_NUMBER: _ClassVar[int]
     JOINED_WITH_FIELD_NUMBER: _ClassVar[int]
+    GRAPH_BYTES_FIELD_NUMBER: _ClassVar[int]
     step: int
     total_steps: int
     loss: float
@@ -274,7 +275,8 @@ class WorkerProgress(_message.Message):
     cut_rows: int
     sharing_code: str
     joined_with: int
-    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., grad_norm: _Optional[float] = ..., tokens: _Optional[int] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., held_chunks: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., skipped_rows: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., allocator_held_bytes: _Optional[int] = ..., allocator_requested_bytes: _Optional[int] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., cut_rows: _Optional[int] = ..., sharing_code: _Optional[str] = ..., joined_with: _Optional[int] = ...) -> None: ...
+    graph_bytes: int
+    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., grad_norm: _Optional[float] = ..., tokens: _Optional[int] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., held_chunks: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., skipped_rows: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., allocator_held_bytes: _Optional[int] = ..., allocator_requested_bytes: _Optional[int] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., cut_rows: _Optional[int] = ..., sharing_code: _Optional[str] = ..., joined_with: _Optional[int] = ..., graph_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
     __slots__ = ("kind", "reason", "detail", "user_error", "adapter_path", "base_eval_loss", "tuned_eval_loss", "field", "remedy", "adapter_digest")

@@ -278,7 +278,11 @@ def _jobs(slots: Mapping[Key, AgentSlot]) -> Iterator[Family]:
 
 def _memory(key: Key, latest: agent_pb2.WorkerProgress) -> Rows:
     held, requested = latest.allocator_held_bytes, latest.allocator_requested_bytes
-    return [((*key, "requested"), requested), ((*key, "fragmentation"), held - requested)]
+    return [
+        ((*key, "requested"), requested),
+        ((*key, "fragmentation"), held - requested),
+        ((*key, "graphs"), latest.graph_bytes),
+    ]
 
 
 def _gauge(metric: m.Metric, rows: Rows) -> Family:

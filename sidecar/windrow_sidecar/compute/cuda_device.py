@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from windrow.errors import UserError
-from windrow_sidecar.compute.captures import CudaCaptures
+from windrow_sidecar.compute.captures import CudaCaptures, taken_for_graphs
 from windrow_sidecar.compute.device import Copies, Mark
 from windrow_sidecar.memory.allocator import LentBudget, install, memory_stats
 from windrow_sidecar.torch_cuda import require_torch_cuda
@@ -77,15 +77,18 @@ class CudaDevice:
     def free_bytes(self) -> int:
         """Return the free bytes of what is lent; on an own GPU, the driver's and torch's."""
         if self._lent is not None:
-            return self._lent.free_bytes()
+            # The driver takes memory for graphs beside what is lent: so much of that is left.
+            return max(0, self._lent.free_bytes() - taken_for_graphs())
         cached = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
         return int(torch.cuda.mem_get_info(self.torch)[0]) + cached
 
     def peak_bytes(self) -> int:
-        """Return the peak bytes of tensors."""
+        """Return the peak bytes of tensors, and what the driver has for graphs."""
         if self._lent is not None:  # torch's own figures raise then
-            return memory_stats(self.torch.index)["allocated_bytes.all.peak"]
-        return int(torch.cuda.max_memory_allocated(self.torch))
+            tensors = memory_stats(self.torch.index)["allocated_bytes.all.peak"]
+        else:
+            tensors = int(torch.cuda.max_memory_allocated(self.torch))
+        return tensors + taken_for_graphs()
 
     def wait_idle(self) -> None:
         """Wait for every stream."""

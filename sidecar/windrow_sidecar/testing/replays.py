@@ -27,7 +27,7 @@ class HostReplays:
     """
 
     keeps = False
-    driver_bytes = 0
+    driver_bytes = node_bytes = 0
 
     def __init__(self, point: Callable[[], None] = lambda: None) -> None:
         self._point, self._pools = point, itertools.count(1)
@@ -80,6 +80,10 @@ class HostReplays:
     def backed_bytes(self) -> int:
         """Return 1 where something was captured and not left since."""
         return self._backed
+
+    def drop(self, forget: Launch) -> None:
+        """Run it."""
+        forget()
 
     def end(self, pool: PoolId) -> None:
         """Do nothing."""

@@ -32,6 +32,10 @@ log = logging.getLogger(__name__)
 MOST_SHARES, MOST_SHAPES = 4, 4
 # Of the policy's bound, for the longest graph: decode waits for the graph that runs.
 OF_BOUND = 3
+# Nodes of a layer's graphs: 30 launches of Triton's kernels, products and attention, as
+# `benchmarks/host_cost.py` counts them, and copies of the output and of both kinds of gradients to
+# memory that stays. Without Triton's kernels there are more.
+NODES_OF_LAYER = 33
 # Groups that run packed after memory was too short for a capture.
 _RESTS = 16
 
@@ -122,6 +126,11 @@ class LayerGraphs:
     def driver_bytes(self) -> int:
         """Bytes that the driver took for graphs."""
         return self._captures.driver_bytes
+
+    @property
+    def expected_bytes(self) -> int:
+        """Bytes that the driver is expected to take for the graphs of one shape on one share."""
+        return len(self._programs) * NODES_OF_LAYER * self._captures.node_bytes
 
     @property
     def backed_bytes(self) -> int:
@@ -246,7 +255,8 @@ class LayerGraphs:
         """Forget all graphs: what they read or write is about to move."""
         pools = [of.pool for of in self._sets.values()]
         self._owner = self._set = None
-        self._sets.clear()
+        self._next = (_go_on, _go_on)
+        self._captures.drop(self._sets.clear)
         self._rooms = [None for _ in self._programs]
         self._versions = []
         for pool in pools:

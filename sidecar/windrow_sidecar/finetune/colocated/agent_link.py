@@ -252,6 +252,7 @@ def _progress_message(now: JobProgress) -> agent_pb2.WorkerProgress:
         memory_bytes=now.memory_bytes,
         allocator_held_bytes=now.allocator_held_bytes,
         allocator_requested_bytes=now.allocator_requested_bytes,
+        graph_bytes=now.graph_bytes,
         sharing=now.sharing,
         sharing_reason=now.sharing_reason,
         sharing_code=now.sharing_code,

@@ -187,6 +187,7 @@ class TrainingSession:
     device: ComputeDevice
     rows: DataSplit
     notes: tuple[str, ...] = ()  # what a user has to know of it, those of the rows included
+    program_why: str = ""  # why its layers run by another program than was asked for
 
     def adapted(self) -> Any:  # noqa: ANN401 - peft is untyped
         """Return peft's model with all of the adapter, as it is now, to be saved."""
@@ -386,14 +387,26 @@ def open_session(
     architectures = getattr(base.config, "architectures", None)
     if _template_of(job, base) and (why := own_rendering(spec.model.name, architectures)):
         notes = (*notes, f"{why}, and rows are rendered with the model's chat template")
+    why = ""
     if not_packed:
-        notes = (*notes, f"layers run eagerly, not packed: {not_packed}")
-    if not_graphs:
-        notes = (*notes, f"layers run packed, not as graphs: {not_graphs}")
+        why = f"layers run eagerly, not packed: {not_packed}"
+    elif not_graphs:
+        why = f"layers run packed, not as graphs: {not_graphs}"
+    if why or stack.program != "eager":
+        notes = (*notes, why or by_program(stack))
     longest = max(lengths) * rows.together
     return TrainingSession(
-        job, tuned, stream, longest, base.shared, origin, budget, runtime.device, rows, notes
+        *(job, tuned, stream, longest, base.shared, origin, budget, runtime.device, rows, notes),
+        program_why=why,
     )
+
+
+def by_program(stack: DecoderStack) -> str:
+    """Return by which program layers run, where they were asked to, and what the driver takes."""
+    if stack.graphs is None:
+        return f"layers run {stack.program}"
+    mib = stack.graphs.expected_bytes / 2**20
+    return f"layers run as graphs, for which the driver may take {mib:.0f} MiB a shape and share"
 
 
 def _for_graphs(stack: DecoderStack, limits: MicroLimits) -> MicroLimits:
@@ -427,7 +440,7 @@ def _activation_budget(
     """
     planned: PlannedLayers | None = None
     if ranks == 1:
-        planned = PlannedLayers(stack.layers)
+        planned = PlannedLayers(stack.layers, weights_stay=base.in_turns is None)
         stack.around_layer = InTurn(base.in_turns, planned) if base.in_turns else planned
     share = ranks if runtime.device.torch.type == "cpu" else 1
     needs = JobMemory(
@@ -444,14 +457,19 @@ def _activation_budget(
         planned,
         needs,
         least=base.frozen is not None,
-        free_bytes=lambda: runtime.device.free_bytes() // share + _bytes_of_graphs(stack),
+        free_bytes=lambda: max(0, runtime.device.free_bytes() // share + _bytes_of_graphs(stack)),
         release_caches=runtime.device.release_caches,
     )
 
 
 def _bytes_of_graphs(stack: DecoderStack) -> int:
-    """Return what graphs have of lent memory: the next group's, by graphs or otherwise."""
-    return 0 if stack.graphs is None else stack.graphs.backed_bytes
+    """Return what graphs have of lent memory, less what the driver is still to take for them.
+
+    That memory is the next group's, by graphs or otherwise.
+    """
+    if (graphs := stack.graphs) is None or graphs.refused:
+        return 0 if graphs is None else graphs.backed_bytes
+    return graphs.backed_bytes - max(0, graphs.expected_bytes - graphs.driver_bytes)
 
 
 def without_effect(

@@ -12,6 +12,7 @@ from windrow.conditions import Reason
 from windrow.errors import Transient
 from windrow.eventlog import EventLog, LossEvent, TaskletEvent
 from windrow.protocol import JobProgress, WorkerEvent
+from windrow_sidecar.compute.captures import taken_for_graphs
 from windrow_sidecar.finetune.adapter.adapters import save_adapter
 from windrow_sidecar.finetune.engine.stages import EvaluationDone, JobStage, Outcome
 from windrow_sidecar.finetune.job.assembly import TrainingSession
@@ -74,6 +75,7 @@ class JobState:
             sharing_code=self.sharing[2],
             allocator_held_bytes=memory.get("reserved_bytes.all.current", 0),
             allocator_requested_bytes=memory.get("requested_bytes.all.current", 0),
+            graph_bytes=taken_for_graphs(),
         )
 
 

@@ -170,7 +170,8 @@ class AllocatedMemory:
         used = self._budget.used_bytes() + self._away_bytes
         stream = self._job.stream
         if isinstance(stream, TaskletStream) and (graphs := stream.parts.stack.graphs) is not None:
-            used -= graphs.backed_bytes  # of the group itself
+            # What they have of lent memory is the group's own; the driver's is beside it.
+            used += max(graphs.driver_bytes, graphs.expected_bytes) - graphs.backed_bytes
         if self.residents is not None:
             used += self.residents.wanted_bytes
         return chunks_for(used, group, self._chunk_bytes)

@@ -58,6 +58,10 @@ class StackGraphs(Protocol):
     def driver_bytes(self) -> int:
         """Bytes that the driver took for graphs."""
 
+    @property
+    def expected_bytes(self) -> int:
+        """Bytes that it is expected to take for the graphs of one shape on one share."""
+
     def most_tokens(self) -> int:
         """Return the padded tokens whose graphs keep within the policy's bound; 0: any."""
 

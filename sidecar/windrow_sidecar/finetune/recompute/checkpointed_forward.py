@@ -58,12 +58,6 @@ class CheckpointedForward:
         """True where the forward differed from the plan's."""
         return self._recompute_plan is not None and not self._fits
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that are kept now, storages counted once."""
-        storages = {t.untyped_storage()._cdata: t for t in self._values.values()}
-        return sum(t.untyped_storage().nbytes() for t in storages.values())
-
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Take what the layer's forward saves while this is open."""
@@ -73,10 +67,12 @@ class CheckpointedForward:
         if not self._fits:
             self._values.clear()
 
-    def pack(self, tensor: Tensor) -> int:
-        """Keep of the next saved tensor [...] what the recompute plan says; returns its position.
+    def pack(self, tensor: Tensor) -> int | Tensor:
+        """Keep of the next saved tensor [...] what the recompute plan says.
 
-        What is kept shares the tensor's memory, unless the plan asks for a compact copy.
+        Returns:
+            its position; or the tensor, where the plan leaves it to autograd. What is kept shares
+            its memory, unless the plan asks for a compact copy.
         """
         position = self._packed
         self._packed = position + 1
@@ -92,10 +88,12 @@ class CheckpointedForward:
         for value, take, is_copied in check.taken:
             kept = take(tensor.detach())
             self._values[value] = kept.clone() if is_copied else kept
-        return position
+        return tensor.detach() if check.as_it_is else position
 
-    def unpack(self, position: int) -> Tensor:
-        """Return the saved tensor [...] of that position, kept or computed again; without graph."""
+    def unpack(self, position: int | Tensor) -> Tensor:
+        """Return the saved tensor [...], without graph, for what `pack` returned."""
+        if not isinstance(position, int):
+            return position
         recompute_plan = self._recompute_plan
         if recompute_plan is None or not self._fits:
             return self._from_second_run(position)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections import OrderedDict
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 ALL = inf
 # Shapes and budgets that are remembered, a few hundred KiB each.
 RECORDINGS_KEPT, PLANS_KEPT = 64, 256
+# Kinds of calls that have a number.
+KINDS_KEPT = 1024
 
 
 class PlannedLayers:
@@ -44,16 +47,24 @@ class PlannedLayers:
         layers: of the model.
         gemm_again: whether single matrix products may run again where a budget asks for it.
             Otherwise a budget that is too small for cheap operations means 0.
+        weights_stay: whether weights stay where they are between a layer's forward and its
+            backward, so that views of them are not made again.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], *, gemm_again: bool = True) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], *, gemm_again: bool = True, weights_stay: bool = False
+    ) -> None:
         self._layers, self._gemm_again = layers, gemm_again
+        self._weights_stay = weights_stay
         self.bytes_per_token: float | None = None
-        self._recordings: OrderedDict[Hashable, Recording | None] = OrderedDict()
-        self._plans: OrderedDict[Hashable, RecomputePlan | None] = OrderedDict()
+        self._recordings: OrderedDict[tuple[int, int], Recording | None] = OrderedDict()
+        self._plans: OrderedDict[tuple[int, int, float], RecomputePlan | None] = OrderedDict()
         self._tensors: dict[int, LayerTensors] = {}
+        # Numbers of kinds of calls and of layers: their descriptions are long to hash.
+        self._kinds: dict[Hashable, int] = {}
+        self._numbers = itertools.count()
         # Layers that computed the same when they were first seen share all later recordings.
-        self._likeness: dict[int, Hashable] = {}
+        self._likeness: dict[int, int] = {}
 
     @contextmanager
     def forward(self, layer: int) -> Iterator[None]:
@@ -78,7 +89,7 @@ class PlannedLayers:
                 hook.remove()
         if any(following.misfit for following in followed):
             # It is not like the other layer after all: from now on it has recordings of its own.
-            self._likeness[layer] = layer
+            self._likeness[layer] = next(self._numbers)
 
     def backward(self, layer: int) -> AbstractContextManager[None]:
         """Return an empty context: autograd asks for what it needs."""
@@ -96,16 +107,17 @@ class PlannedLayers:
         layer: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        call: Hashable = None,
+        call: int | None = None,
     ) -> Recording | None:
         """Return what the layer computes in a call of that kind; None: it is unknown.
 
-        `call`: the kind, where it is known.
+        `call`: the number of the kind, where it is known.
         """
-        call = call or _call_key(args, kwargs)
+        call = self._number(_call_key(args, kwargs)) if call is None else call
         if layer not in self._likeness:
             found = self._record(layer, args, kwargs)
-            self._likeness[layer] = (call, found.constants) if found else layer
+            alike = (call, found.constants) if found else ("layer", layer)
+            self._likeness[layer] = self._number(alike)
             self._recordings.setdefault((self._likeness[layer], call), found)
         key = (self._likeness[layer], call)
         if key not in self._recordings:
@@ -120,13 +132,32 @@ class PlannedLayers:
         if not self.bytes_per_token:
             return None
         budget = min(self.bytes_per_token * args[0].shape[:-1].numel(), sys.maxsize)
-        call = _call_key(args, kwargs)
+        call = self._number(_call_key(args, kwargs))
         recording = self.recording(layer, args, kwargs, call)
         key = (self._likeness[layer], call, budget)
         if key not in self._plans:
-            self._plans[key] = _within(recording, round(budget), gemm_again=self._gemm_again)
+            self._plans[key] = self._within(recording, round(budget))
         _touch(self._plans, key, PLANS_KEPT)
         return self._plans[key]
+
+    def _within(self, recording: Recording | None, budget: int) -> RecomputePlan | None:
+        if recording is None:
+            return None
+        for again in (False, True) if self._gemm_again else (False,):
+            try:
+                plan = plan_within(recording.graph, budget, gemm_again=again)
+            except BudgetTooSmall:
+                continue
+            return recompute_plan_of(recording, plan, weights_stay=self._weights_stay)
+        return None
+
+    def _number(self, of: Hashable) -> int:
+        found = self._kinds.get(of)
+        if found is None:
+            if len(self._kinds) >= KINDS_KEPT:  # layers keep their numbers
+                self._kinds.clear()
+            found = self._kinds[of] = next(self._numbers)
+        return found
 
     def _record(
         self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -139,19 +170,6 @@ class PlannedLayers:
         except CannotRecord as error:
             log.info("layer %d is recomputed as a whole: %s", layer, error)
             return None
-
-
-def _within(recording: Recording | None, budget: int, *, gemm_again: bool) -> RecomputePlan | None:
-    if recording is None:
-        return None
-    for again in (False, True) if gemm_again else (False,):
-        try:
-            return recompute_plan_of(
-                recording, plan_within(recording.graph, budget, gemm_again=again)
-            )
-        except BudgetTooSmall:
-            continue
-    return None
 
 
 def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
@@ -177,7 +195,7 @@ def _key_of(value: Any) -> Hashable:  # noqa: ANN401 - an argument, or what it c
     return (str(spec), *map(_key_of, leaves))
 
 
-def _touch(held: OrderedDict[Hashable, Any], key: Hashable, most: int) -> None:
+def _touch(held: OrderedDict[Any, Any], key: Hashable, most: int) -> None:
     """Move `key` to the end of an ordered cache, and evict beyond `most` entries."""
     held.move_to_end(key)
     while len(held) > most:

@@ -115,6 +115,14 @@ class Preview:
         """Return what the largest group of the step takes at its peak: bytes by what they are."""
         return self.session.activation_budget.parts(self.most_tokens)
 
+    def graphs(self) -> dict[str, Any] | None:
+        """Return what the driver takes for graphs of layers, and how that is known; None: none."""
+        found = self.session.stream.parts.stack.graphs
+        if found is None or found.refused:
+            return None
+        measured = found.driver_bytes
+        return {"driver_bytes": measured or found.expected_bytes, "measured": bool(measured)}
+
     def tasklets(self) -> list[dict[str, Any]]:
         """Return the tasklets of the first step in their order."""
         return [self._described(tasklet) for tasklet in self._plan]
@@ -214,6 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "layers": preview.session.stream.parts.stack.depth,
         "units": units,
         "layer_program": preview.session.stream.parts.stack.program,
+        "layer_program_why": preview.session.program_why,
+        "graphs": preview.graphs(),
         "windows_refused": preview.session.stream.parts.stack.windows_refused,
         "tokens_at_once": preview.most_tokens,
         "memory": preview.memory(),
