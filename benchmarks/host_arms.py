@@ -100,7 +100,7 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a layer of a step takes, in nanoseconds or launches.
+    """Figures of a layer of a step, in nanoseconds or launches.
 
     Attributes:
         both: forward and backward, means over the layers: what is around tasklets counts with it.

@@ -169,7 +169,7 @@ class CudaCaptures:
             graphs[-1].capture_end()
             begin()
 
-        before = torch.cuda.mem_get_info(self._ordinal)[0]
+        before = self._not_taken()
         with self._quiet(), torch.cuda.stream(self._stream()):
             # A workspace that cuBLAS keeps for a stream may go while a graph still writes there.
             torch._C._cuda_clearCublasWorkspaces()
@@ -187,9 +187,16 @@ class CudaCaptures:
                 raise
             graphs[-1].capture_end()
             torch._C._cuda_clearCublasWorkspaces()
-        self.driver_bytes += max(0, before - torch.cuda.mem_get_info(self._ordinal)[0])
+        self.driver_bytes += max(0, before - self._not_taken())
         # Past `replay` of torch's class, which looks for hooks and trackers that nobody sets here.
         return tuple(super(torch.cuda.CUDAGraph, graph).replay for graph in graphs)
+
+    def _not_taken(self) -> int:
+        """Return the bytes that are the driver's to give, or torch's, which counts its own."""
+        free = int(torch.cuda.mem_get_info(self._ordinal)[0])
+        if self._lent is not None:
+            return free
+        return free + int(torch.cuda.memory_reserved(self._ordinal))
 
     def _stream(self) -> Any:  # noqa: ANN401
         current = torch.cuda.current_stream(self._ordinal)
@@ -231,7 +238,7 @@ class CudaCaptures:
 
     def drop(self, forget: Launch) -> None:
         """Read the driver's free memory around it."""
-        before = torch.cuda.mem_get_info(self._ordinal)[0]
+        before = self._not_taken()
         forget()
-        given_back = max(0, torch.cuda.mem_get_info(self._ordinal)[0] - before)
+        given_back = max(0, self._not_taken() - before)
         self.driver_bytes = max(0, self.driver_bytes - given_back)

@@ -14,7 +14,7 @@ from windrow_sidecar.finetune.model.layer_calls import LayerCall
 
 
 def numbered(calls: Sequence[LayerCall]) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Return each layer's arguments with numbers for tensors, and the tensors, each once."""
+    """Return each layer's arguments with numbers for tensors, and the tensors, [...], each once."""
     numbers: dict[int, int] = {}
     tensors: list[Tensor] = []
 

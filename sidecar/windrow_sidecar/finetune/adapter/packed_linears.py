@@ -136,7 +136,7 @@ class PackedLinears:
 
     @property
     def pack_b(self) -> Callable[[], None] | None:
-        """What writes `b` in one launch; None: each parameter is copied to its place."""
+        """Function that writes `b` in one launch; None: each parameter is copied to its place."""
         return self._pack_b
 
     @pack_b.setter
