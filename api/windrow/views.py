@@ -145,6 +145,7 @@ class SlotView:
     sharing: str  # of a GPU: in which mode, and why; empty: it has none, or nobody has said
     joined: int = 0  # jobs whose rows pass in the same tasklets; 0: each has turns of its own
     ranks: int = 1  # over which decode's model and a worker's are cut
+    ranks_differ: str = ""  # how; empty: they do not
 
     @classmethod
     def of(cls, found: JsonObject) -> SlotView:
@@ -187,6 +188,7 @@ class SlotView:
             else "",
             joined=sum("joinedWith" in job for job in status.get("jobs") or ()),
             ranks=status.get("ranks") or 1,
+            ranks_differ=status.get("ranksDiffer") or "",
         )
 
 

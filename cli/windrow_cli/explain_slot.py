@@ -82,7 +82,8 @@ def _shared(slot: SlotView) -> str:
         basis = _BASES.get(slot.predicted_from, "")
         parts.append(f"{slot.predicted_tokens_per_second:,.0f} tokens/s to gather{basis}")
     if slot.ranks > 1:
-        parts.append(f"decode and worker on {slot.ranks} ranks")
+        uneven = f" ({slot.ranks_differ})" if slot.ranks_differ else ""
+        parts.append(f"decode and worker on {slot.ranks} ranks{uneven}")
     parts += [said for said in (slot.breaker, slot.sharing) if said]
     return "; ".join(parts)
 

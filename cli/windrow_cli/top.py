@@ -73,9 +73,13 @@ def _over(slot: SlotView) -> str:
 
 
 def _doing(slot: SlotView) -> str:
+    """Return a slot's job, or why it has none, and how its ranks differ where they do."""
     if slot.joined:
-        return f"{slot.job} ({slot.joined} joined)"
-    return slot.job or (slot.breaker and f"({slot.breaker})") or ("-" if slot.ready else slot.why)
+        doing = f"{slot.job} ({slot.joined} joined)"
+    else:
+        why = "-" if slot.ready else slot.why
+        doing = slot.job or (slot.breaker and f"({slot.breaker})") or why
+    return f"{doing}; {slot.ranks_differ}" if slot.ranks_differ else doing
 
 
 def _rate(slot: SlotView) -> str:

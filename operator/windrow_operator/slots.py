@@ -163,6 +163,7 @@ def _observed(live: LiveSlot, now: datetime) -> Body:
         "computeUtilizationDecode": _finite(beat.compute_utilization_decode),
         "memoryUtilization": _finite(beat.memory_utilization),
         "breaker": beat.breaker,
+        "ranksDiffer": beat.ranks_differ or None,
     }
 
 

@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +58,7 @@ class Pod:
     operator: AttachedOperator
     server: Server
     folder: Path
+    sidecar: subprocess.Popen
 
     @property
     def log(self) -> str:
@@ -102,7 +103,7 @@ async def harvested(folder: Path) -> AsyncIterator[Pod]:
     try:
         await until(lambda: operator.has_engine or not server.is_running(), 300)
         await until(server.is_up, 300)
-        yield Pod(operator, server, folder)
+        yield Pod(operator, server, folder, sidecar)
     finally:
         sidecar.terminate()
         sidecar.wait(60)
@@ -196,7 +197,18 @@ def test_sglangs_allocators_on_all_ranks_give_the_same_pages_whatever_is_lent(ra
     assert counts["deaths"] > 1
 
 
+async def ends_with_a_rank(server: Server) -> bool:
+    """Kill rank 1 of a server's schedulers; return whether the server ends within two minutes."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    (rank_1,) = [child for child in children if "scheduler_TP1" in " ".join(child.cmdline())]
+    rank_1.kill()
+    with suppress(AssertionError):
+        await until(lambda: not server.is_running(), 120)
+    return not server.is_running()
+
+
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 async def test_200_requests_beside_a_worker_have_the_tokens_of_stock_sglang(run_dir, tmp_path):
     stock = start_server(
         tmp_path / "stock.log", *OVER_RANKS.options, environment=OVER_RANKS.environment
@@ -204,6 +216,7 @@ async def test_200_requests_beside_a_worker_have_the_tokens_of_stock_sglang(run_
     try:
         await until(stock.is_up, 300)
         expected = await answers(stock, 200, 16)
+        stock_ends = await ends_with_a_rank(stock)
     finally:
         stock.end()
     draw, found, seen = random.Random(47), [], [0]
@@ -230,3 +243,7 @@ async def test_200_requests_beside_a_worker_have_the_tokens_of_stock_sglang(run_
         assert events_of(run_dir, TaskletEvent)
         assert "harvesting is off" not in pod.log
         assert not pod.operator.event(Event.FAILED)
+        # Decode outlives its sidecar, which takes the worker along, and ends as stock SGLang does.
+        pod.sidecar.kill()
+        assert await answers(pod.server, 10, 16) == expected[:10]
+        assert await ends_with_a_rank(pod.server) == stock_ends

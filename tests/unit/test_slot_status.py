@@ -61,6 +61,20 @@ def test_a_predicted_rate_says_what_it_rests_on(said, shown, rate, words):
     assert words in explain_slot(view, [], NOW).shared
 
 
+def test_a_slot_shows_how_its_ranks_differ_where_they_do():
+    said = "rank 1 computes 2.0 times as long as rank 0"
+    live = LiveSlot("team/decode-0", "team", "decode-0", "decode-0", "pod-0", attached=True)
+    live.facts, live.beat_at = pb.SlotFacts(compute_units=8, ranks=2), NOW
+    for differ in (said, ""):
+        live.beat = pb.SlotHeartbeat(engine_state="serving", ranks_differ=differ)
+        status = slot_status(live, Slot(live.key), [], [], NOW)
+        assert HarvestSlotStatus.model_validate(status).ranks_differ == (differ or None)
+        view = SlotView.of(slot_object(live) | {"status": status})
+        assert (said in top.row_of(view)[-1]) == bool(differ)
+        uneven = f" ({said})" if differ else ""
+        assert f"decode and worker on 2 ranks{uneven}" in explain_slot(view, [], NOW).shared
+
+
 def ready(**of_view):
     live = LiveSlot("team/decode-0", "team", "decode-0", "decode-0", "pod-0", attached=True)
     policy = CheckedPolicy("team", "chat", "u", 1, "", None)

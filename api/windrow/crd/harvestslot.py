@@ -101,6 +101,10 @@ class HarvestSlotStatus(Record):
         default=None,
         description="Ranks over which decode's model and a worker's are cut. Absent: one.",
     )
+    ranks_differ: str | None = Field(
+        default=None,
+        description="How they differ in computing or in lent memory. Absent: they do not.",
+    )
     sharing: str | None = Field(
         default=None,
         description="How decode and the worker share the GPU: spatial (both at once) or temporal "

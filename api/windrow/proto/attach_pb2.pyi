@@ -316,7 +316,7 @@ class Progress(_message.Message):
     def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., tokens: _Optional[int] = ..., eta_seconds: _Optional[float] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., skipped_rows: _Optional[int] = ..., cut_rows: _Optional[int] = ..., joined_with: _Optional[int] = ...) -> None: ...
 
 class SlotHeartbeat(_message.Message):
-    __slots__ = ("slot", "engine_state", "steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "chunks_kv", "chunks_lent", "chunks_reserved", "chunks_free", "predicted_tokens_per_second", "compute_utilization", "compute_utilization_decode", "memory_utilization", "breaker", "job", "chunks_draining", "jobs", "off", "predicted_from")
+    __slots__ = ("slot", "engine_state", "steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "chunks_kv", "chunks_lent", "chunks_reserved", "chunks_free", "predicted_tokens_per_second", "compute_utilization", "compute_utilization_decode", "memory_utilization", "breaker", "job", "chunks_draining", "jobs", "off", "predicted_from", "ranks_differ")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     ENGINE_STATE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -342,6 +342,7 @@ class SlotHeartbeat(_message.Message):
     JOBS_FIELD_NUMBER: _ClassVar[int]
     OFF_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_FROM_FIELD_NUMBER: _ClassVar[int]
+    RANKS_DIFFER_FIELD_NUMBER: _ClassVar[int]
     slot: int
     engine_state: str
     steps: int
@@ -367,7 +368,8 @@ class SlotHeartbeat(_message.Message):
     jobs: _containers.RepeatedCompositeFieldContainer[RunningJob]
     off: str
     predicted_from: str
-    def __init__(self, slot: _Optional[int] = ..., engine_state: _Optional[str] = ..., steps: _Optional[int] = ..., steps_over_objective: _Optional[int] = ..., tpot_p50_seconds: _Optional[float] = ..., tpot_p99_seconds: _Optional[float] = ..., batch: _Optional[int] = ..., context_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., decode_units: _Optional[int] = ..., finetune_units: _Optional[int] = ..., chunks_kv: _Optional[int] = ..., chunks_lent: _Optional[int] = ..., chunks_reserved: _Optional[int] = ..., chunks_free: _Optional[int] = ..., predicted_tokens_per_second: _Optional[float] = ..., compute_utilization: _Optional[float] = ..., compute_utilization_decode: _Optional[float] = ..., memory_utilization: _Optional[float] = ..., breaker: _Optional[str] = ..., job: _Optional[_Union[RunningJob, _Mapping]] = ..., chunks_draining: _Optional[int] = ..., jobs: _Optional[_Iterable[_Union[RunningJob, _Mapping]]] = ..., off: _Optional[str] = ..., predicted_from: _Optional[str] = ...) -> None: ...
+    ranks_differ: str
+    def __init__(self, slot: _Optional[int] = ..., engine_state: _Optional[str] = ..., steps: _Optional[int] = ..., steps_over_objective: _Optional[int] = ..., tpot_p50_seconds: _Optional[float] = ..., tpot_p99_seconds: _Optional[float] = ..., batch: _Optional[int] = ..., context_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., decode_units: _Optional[int] = ..., finetune_units: _Optional[int] = ..., chunks_kv: _Optional[int] = ..., chunks_lent: _Optional[int] = ..., chunks_reserved: _Optional[int] = ..., chunks_free: _Optional[int] = ..., predicted_tokens_per_second: _Optional[float] = ..., compute_utilization: _Optional[float] = ..., compute_utilization_decode: _Optional[float] = ..., memory_utilization: _Optional[float] = ..., breaker: _Optional[str] = ..., job: _Optional[_Union[RunningJob, _Mapping]] = ..., chunks_draining: _Optional[int] = ..., jobs: _Optional[_Iterable[_Union[RunningJob, _Mapping]]] = ..., off: _Optional[str] = ..., predicted_from: _Optional[str] = ..., ranks_differ: _Optional[str] = ...) -> None: ...
 
 class JobEvent(_message.Message):
     __slots__ = ("kind", "job_uid", "epoch", "reason", "detail", "user_error", "progress", "adapter_path", "base_eval_loss", "tuned_eval_loss", "at_unix_seconds", "field", "remedy", "adapter_digest")

@@ -16,6 +16,7 @@ from windrow_sidecar import _core
 from windrow_sidecar.agent.channel import OutgoingQueue
 from windrow_sidecar.agent.forking import ForkServer
 from windrow_sidecar.agent.outbox import EventOutbox
+from windrow_sidecar.agent.rank_difference import rank_difference
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot_jobs import SlotJobs
 from windrow_sidecar.agent.switches import Off
@@ -84,6 +85,7 @@ class AgentSlot:
         self._leaving = False  # the sidecar was asked to end
         self.hello: agent_pb2.EngineHello | None = None
         self.stats = agent_pb2.EngineStats()
+        self._ranks_differ = ""
         self.reported_at_s = 0.0  # Unix time of the stats; 0: none yet
         self.profile: agent_pb2.EngineProfile | None = None
         self.utilization = Utilization()
@@ -161,6 +163,7 @@ class AgentSlot:
 
     def engine_reported(self, stats: agent_pb2.EngineStats) -> None:
         """Take the engine's report; called once a second."""
+        self._ranks_differ = rank_difference(self.stats.ranks, stats.ranks)
         self.stats, self.reported_at_s = stats, time.time()
         if (sharing := self.shared()) != self._told_sharing:
             self._told_sharing = sharing
@@ -430,6 +433,7 @@ class AgentSlot:
             memory_utilization=(kv + lent + draining) / total,
             breaker=s.breaker,
             off=self._off.why,
+            ranks_differ=self._ranks_differ,
             job=jobs[0] if jobs else None,
             jobs=jobs,
         )
