@@ -10,8 +10,12 @@ import pytest
 
 from windrow.errors import InvariantBroken, UserError
 from windrow.rundir import RunDir
+from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.compute.partition import NotMoved, UnknownLevel
+from windrow_sidecar.engines.rank_chunks import RankChunks
+from windrow_sidecar.engines.rank_pages import look_at_others
 from windrow_sidecar.engines.sglang.plugin import Plugin
+from windrow_sidecar.engines.sglang.rank_lending import ChunkMoves, LeadingRank, LendingRank
 from windrow_sidecar.engines.sglang.ranks import (
     AskedPartition,
     RankOrder,
@@ -171,3 +175,111 @@ def test_a_refusal_is_left_and_taken_away_again(tmp_path):
     write_refusal(mine, "")
     write_refusal(mine, "")
     assert ranks.failure() == ""
+
+
+class NoPages:
+    """An allocator that holds no page and gives none: chunks move beside it."""
+
+    chunks = SimpleNamespace(refresh=lambda: None)
+
+    def quiet(self, now_ns: int) -> int:
+        return 0
+
+    def give(self, number: int) -> None:
+        pass
+
+    def gives(self, number: int) -> bool:
+        return False
+
+    def lacks(self, n_pages: int) -> bool:
+        return False
+
+    def hold(self, n_pages: int) -> None:
+        pass
+
+
+class Harvest:
+    """Rank 0's side: what it wants moved, until its hook has given up."""
+
+    holds_admission = False
+
+    def __init__(self, leading: LeadingRank, ranks: SchedulerRanks) -> None:
+        self.leading, self.ranks, self.harvests = leading, ranks, True
+
+    def moves(self, scheduler) -> ChunkMoves | None:
+        if self.harvests:
+            raise_failure(self.ranks)
+        return self.leading.moves(0, harvests=self.harvests, keep_pages=0, set_free=0)
+
+    def give_up(self, error: Exception) -> None:
+        self.harvests = False
+
+
+@pytest.fixture
+def lending(group):
+    """Have the ranks of a group lend 8 chunks; returns their arenas."""
+    geometry = Geometry(
+        layers=1, kv_heads=1, head_dim=16, dtype_bytes=4, block_bytes=4096, chunks=8
+    )
+    arenas = [Arena.create(geometry, reserved_chunks=0) for _ in group.plugins]
+    run_dir = group.plugins[0].run_dir
+    for rank, (ours, arena) in enumerate(zip(group.plugins, arenas, strict=True)):
+        arena.serve(str(run_dir.of_rank(rank).arena_socket()))
+        ours.ranks.lending = LendingRank(RankChunks(arena), NoPages(), arena.page)
+    first = group.plugins[0].ranks
+    leading = LeadingRank(first.lending, look_at_others(run_dir, len(arenas)))
+    group.plugins[0].harvest = Harvest(leading, first)
+    yield arenas
+    for arena in arenas:
+        arena.close()
+
+
+def agree(group, arenas) -> set[int]:
+    """Return what is lent, of which the accounts of all ranks say the same."""
+    accounts = [ours.ranks.lending.chunks for ours in group.plugins]
+    assert all(own.home == accounts[0].home for own in accounts)
+    assert all(own.lending.taken == accounts[0].lending.taken for own in accounts)
+    assert all(own.states() == accounts[0].states() for own in accounts)
+    return set(accounts[0].lending.taken)
+
+
+def test_chunks_are_lent_and_come_back_in_the_same_iteration_on_all_ranks(group, lending):
+    harvest = group.plugins[0].harvest
+    workers = [
+        Arena.attach(str(RunDir(group.plugins[0].run_dir.root).of_rank(n).arena_socket()))
+        for n in range(len(lending))
+    ]
+    assert harvest.leading.group.lend(2, owner=1) == [6, 7]
+    assert group.iterate("a") == [["a"]] * len(lending)
+    assert agree(group, lending) == {6, 7}
+    assert all(worker.held(1) == [6, 7] for worker in workers)
+    harvest.leading.group.revoke(1)
+    group.iterate()
+    assert all(worker.draining(1) == [6] for worker in workers)
+    for worker in workers[:-1]:
+        worker.give_back(6, owner=1)
+    group.iterate()
+    assert agree(group, lending) == {6, 7}, "a rank's worker has it still"
+    workers[-1].give_back(6, owner=1)
+    group.iterate()
+    assert agree(group, lending) == {7}
+    entries = group.entries
+    group.iterate()
+    assert group.entries == entries, "nothing moves, so nothing is added to the broadcast"
+    for worker in workers:
+        worker.close()
+
+
+def test_a_rank_that_cannot_lend_ends_harvesting_on_all_and_all_chunks_come_back(group, lending):
+    lending[1].take_kv_chunk(7)  # its table is not what the ranks agreed on
+    leader = group.plugins[0]
+    leader.harvest.leading.group.lend(2, owner=1)
+    assert group.iterate("a") == [["a"]] * len(lending)
+    assert agree(group, lending) == {6, 7}
+    assert "chunk 7 cannot be lent" in group.plugins[1].off
+    lending[1].return_kv(7)
+    for _ in range(4):  # asked back, drained, handed back: without a worker at once
+        assert group.iterate("b") == [["b"]] * len(lending)
+    assert all("chunk 7 cannot be lent" in ours.off for ours in group.plugins)
+    assert agree(group, lending) == set()
+    assert all(arena.counts()[2] == 0 for arena in lending)
