@@ -1,7 +1,8 @@
 """SGLang's own page allocators of several ranks over arenas that lend together, at random.
 
-`python rank_lending_process.py RANKS OPERATIONS RESULT.json` under SGLang's environment. Ranks come
-to what rank 0 did later, each in its own time, as processes do; workers attach, leave chunks, die.
+`python rank_lending_process.py OPERATIONS RESULT.json` under SGLang's environment, with 2 and 4
+ranks. They come to what rank 0 did later, each in its own time, as processes do; workers attach,
+leave chunks and die.
 """
 
 from __future__ import annotations
@@ -187,5 +188,5 @@ def play(ranks: int, operations: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    result = play(int(sys.argv[1]), int(sys.argv[2]))
-    Path(sys.argv[3]).write_text(json.dumps(result))
+    operations, result = int(sys.argv[1]), Path(sys.argv[2])
+    result.write_text(json.dumps({ranks: play(ranks, operations) for ranks in (2, 4)}))

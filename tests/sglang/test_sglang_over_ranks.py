@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -178,23 +179,28 @@ async def test_a_job_over_ranks_is_trained_beside_sglang_and_outlives_its_ranks(
         assert not RunDir(run_dir).of_rank(1).refusal().exists()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_sglangs_allocators_on_all_ranks_give_the_same_pages_whatever_is_lent(ranks, tmp_path):
+def test_sglangs_allocators_on_2_and_4_ranks_give_the_same_pages_whatever_is_lent(tmp_path):
     result = tmp_path / "result.json"
     program = Path(__file__).parent / "rank_lending_process.py"
     done = subprocess.run(
-        [str(PYTHON), str(program), str(ranks), "3000", str(result)],
+        [str(PYTHON), str(program), "3000", str(result)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    counts = json.loads(result.read_text())
-    assert counts["differ"] == 0
-    assert counts["lent"] > 50
-    assert counts["back"] > 50
-    assert counts["deaths"] > 1
+    of_ranks = json.loads(result.read_text())
+    assert of_ranks.keys() == {"2", "4"}
+    for counts in of_ranks.values():
+        assert counts["differ"] == 0
+        assert counts["lent"] > 50
+        assert counts["back"] > 50
+        assert counts["deaths"] > 1
+
+
+def lends_none(pod: Pod) -> bool:
+    return pod.lent() == 0
 
 
 async def ends_with_a_rank(server: Server) -> bool:
@@ -222,7 +228,7 @@ async def test_200_requests_beside_a_worker_have_the_tokens_of_stock_sglang(run_
     draw, found, seen = random.Random(47), [], [0]
     async with harvested(run_dir) as pod:
         pod.harvest()
-        pod.operator.assign(job(run_dir, maxSteps=100_000))
+        pod.operator.assign(job(run_dir, maxSteps=100_000, batchSize=8))
         beside = asyncio.create_task(pod.first_of(1, Event.CHECKPOINTED))
         while not beside.done():
             await answers(pod.server, 6, 16)
@@ -230,16 +236,16 @@ async def test_200_requests_beside_a_worker_have_the_tokens_of_stock_sglang(run_
         for first in range(0, 200, 10):
             # What a policy allows is lent, or asked back, before these are asked and beside them.
             fewer = len(seen) % 2 == 0
-            pod.harvest(max_memory_percent=draw.randint(0, 5) if fewer else draw.randint(20, 60))
-            before = seen[-1]
-            moved = asyncio.create_task(until(lambda: pod.lent() != before, 120))  # noqa: B023
+            pod.harvest(max_memory_percent=0 if fewer else draw.randint(20, 60))
+            as_asked = partial(lends_none, pod) if fewer else pod.lent
+            moved = asyncio.create_task(until(as_asked, 120))
             found += await answers(pod.server, 10, 16, first)
             while not moved.done():
                 await answers(pod.server, 2, 16)
             await moved
             seen.append(pod.lent())
         assert found == expected
-        assert min(seen) < 4 < max(seen)
+        assert min(seen) == 0 < max(seen)
         assert events_of(run_dir, TaskletEvent)
         assert "harvesting is off" not in pod.log
         assert not pod.operator.event(Event.FAILED)
