@@ -177,7 +177,7 @@ def test_a_refusal_is_left_and_taken_away_again(tmp_path):
     assert ranks.failure() == ""
 
 
-class NoPages:
+class _NoPages:
     """An allocator that holds no page and gives none: chunks move beside it."""
 
     chunks = SimpleNamespace(refresh=lambda: None)
@@ -198,7 +198,7 @@ class NoPages:
         pass
 
 
-class Harvest:
+class _Harvest:
     """Rank 0's side: what it wants moved, until its hook has given up."""
 
     holds_admission = False
@@ -225,10 +225,10 @@ def lending(group):
     run_dir = group.plugins[0].run_dir
     for rank, (ours, arena) in enumerate(zip(group.plugins, arenas, strict=True)):
         arena.serve(str(run_dir.of_rank(rank).arena_socket()))
-        ours.ranks.lending = LendingRank(RankChunks(arena), NoPages(), arena.page)
+        ours.ranks.lending = LendingRank(RankChunks(arena), _NoPages(), arena.page)
     first = group.plugins[0].ranks
     leading = LeadingRank(first.lending, look_at_others(run_dir, len(arenas)))
-    group.plugins[0].harvest = Harvest(leading, first)
+    group.plugins[0].harvest = _Harvest(leading, first)
     yield arenas
     for arena in arenas:
         arena.close()
