@@ -40,11 +40,12 @@ def tests(target: str, *passes: str) -> Part:
 
 
 # A node's tests mostly wait for pods; beside them runs what neither measures nor has a deadline for
-# a worker in idle time. A node has namespaces and a cgroup of its own.
+# a worker in idle time, and clang-tidy, which takes a minute of one core. A node has namespaces and
+# a cgroup of its own.
 STAGES: tuple[Stage, ...] = (
     ((("make", "packages"),),),
     ((("make", "setup"),),),
-    ((("make", "-j2", "--output-sync=target", "lint", "docs", "tidy"),),),
+    ((("make", "-j2", "--output-sync=target", "lint", "docs"),),),
     ((tests("test"),),),
     (
         (("make", "test-node"), ("make", "chart")),
@@ -57,6 +58,7 @@ STAGES: tuple[Stage, ...] = (
             ),
             ("make", "sglang"),
             tests("test-sglang", "two at a time"),
+            ("make", "tidy"),
         ),
     ),
     ((tests("test-extended", "two at a time", "alone"),),),

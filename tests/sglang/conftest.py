@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
+from support.sglang_programs import Programs
 from support.sglang_servers import PYTHON
 
 
@@ -29,7 +29,15 @@ def run_dir():
 
 
 @pytest.fixture(scope="session")
-def play(tmp_path_factory):
+def programs(tmp_path_factory):
+    """What runs a program in SGLang's environment; see support.sglang_programs."""
+    running = Programs(PYTHON, tmp_path_factory.mktemp("programs") / "log")
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def play(tmp_path_factory, programs):
     """Run a script on SGLang's scheduler; returns what came of it, with its log as `log`."""
 
     def run(script: dict, run_dir: Path | None = None, **environment: str) -> dict:
@@ -41,14 +49,8 @@ def play(tmp_path_factory):
             env["WINDROW_RUN_DIR"] = str(run_dir)
         program = str(Path(__file__).parent / "scheduler_process.py")
         with (folder / "log").open("wb") as log:
-            subprocess.run(
-                [str(PYTHON), program, str(folder / "script.json"), str(folder / "result.json")],
-                env=env,
-                stdout=log,
-                stderr=log,
-                timeout=500,
-                check=False,
-            )
+            words = [program, str(folder / "script.json"), str(folder / "result.json")]
+            programs.run(words, env, log, timeout_s=500)
         text = (folder / "log").read_text()
         if not (folder / "result.json").exists():
             pytest.fail(f"the scheduler died:\n{text[-4000:]}")

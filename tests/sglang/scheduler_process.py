@@ -284,7 +284,7 @@ class Script:
             done = self.chaos.is_over
         elif until := self.script.get("until_file"):
             done = Path(until).exists()
-        late = time.monotonic() - self.began_s > self.script.get("at_most_s", 120)
+        late = time.monotonic() - self.began_s > self.script.get("at_most_s", 240)
         if self.script.get("endless") and not done and not self.waiting:
             self._again()
         if done or late:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
-from support.sglang_servers import PYTHON
 
 
 @pytest.fixture(scope="module")
-def loaded() -> dict[str, object]:
+def loaded(tmp_path_factory, programs) -> dict[str, object]:
     """Return, by targets, which weights have a place on the server, or the loader's error."""
+    log = tmp_path_factory.mktemp("adapters") / "log"
     program = Path(__file__).parent / "adapter_process.py"
-    done = subprocess.run(
-        [str(PYTHON), str(program)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    with log.open("wb") as output:
+        code = programs.run([str(program)], os.environ, output, timeout_s=300)
+    assert code == 0, log.read_text()[-4000:]
+    return dict(json.loads(log.read_text().splitlines()[-1]))
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 
 import pytest
-from support.sglang_servers import PYTHON
 
 from windrow.sglang import own_rendering
 
@@ -58,17 +56,15 @@ print(json.dumps([
 
 
 @pytest.fixture(scope="module")
-def answers() -> list[dict[str, bool]]:
+def answers(tmp_path_factory, programs) -> list[dict[str, bool]]:
+    folder = tmp_path_factory.mktemp("chats")
+    program, log = folder / "ask.py", folder / "log"
+    program.write_text(ASK)
     asked = json.dumps([list(PATHS), list(ARCHITECTURES), list(PARSERS)])
-    done = subprocess.run(
-        [str(PYTHON), "-c", ASK, asked],
-        env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    return list(json.loads(done.stdout.splitlines()[-1]))
+    with log.open("wb") as output:
+        code = programs.run([str(program), asked], os.environ, output, timeout_s=300)
+    assert code == 0, log.read_text()[-4000:]
+    return list(json.loads(log.read_text().splitlines()[-1]))
 
 
 def test_paths_architectures_and_parsers_are_judged_as_sglang_does(answers):

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
-from support.sglang_servers import PYTHON
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory):
-    result = tmp_path_factory.mktemp("pools") / "result.json"
+def played(tmp_path_factory, programs):
+    folder = tmp_path_factory.mktemp("pools")
+    result, log = folder / "result.json", folder / "log"
     program = str(Path(__file__).parent / "pool_process.py")
-    ran = subprocess.run(
-        [str(PYTHON), program, str(result)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert result.exists(), ran.stderr[-4000:]
+    with log.open("wb") as output:
+        programs.run([program, str(result)], os.environ, output, timeout_s=500)
+    assert result.exists(), log.read_text()[-4000:]
     return json.loads(result.read_text())
 
 
