@@ -246,3 +246,17 @@ def test_a_kernel_that_says_which_memory_is_whose_computes(shim, tmp_path):
     )
     said = shim.run(code, tmp_path, computes=True, TRITON_CACHE_DIR=str(tmp_path / "cache"))
     assert said == str([[0] * 8, [5, 6, 6, 7, 7, 8, 8, 9]])
+
+
+def test_the_loss_of_numbers_of_16_bits_has_the_gradient_that_floats_have(shim):
+    code = (
+        "import torch; torch.manual_seed(0); "
+        "half = torch.randn(4, 9, device='cuda').half().requires_grad_(); "
+        "plain = half.detach().cpu().float().requires_grad_(); goal = torch.arange(4); "
+        "of = torch.nn.functional; "
+        "pair = [of.nll_loss(of.log_softmax(one, -1, dtype=torch.float32), goal.to(one.device)) "
+        "for one in (half, plain)]; [one.backward() for one in pair]; "
+        "print(half.grad.dtype, torch.equal(half.grad.cpu(), plain.grad.half()), "
+        "torch.equal(pair[0].cpu(), pair[1]))"
+    )
+    assert shim.run(code, computes=True) == "torch.float16 True True"

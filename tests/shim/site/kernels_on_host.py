@@ -153,6 +153,10 @@ def install() -> None:
         call = getattr(getattr(torch.ops.aten, packet), overload or "default")
         if name == "aten::histc":
             call = histogram_of_any
+        if name in ("aten::_softmax", "aten::_log_softmax"):
+            call = of_half(call)
+        if name in ("aten::_softmax_backward_data", "aten::_log_softmax_backward_data"):
+            call = backward_to_half(call)
         if any(has(name, key) for key in OF_THE_HOST):
             implementation = on_host(call, packet)
         else:
@@ -164,6 +168,24 @@ def install() -> None:
 def histogram_of_any(numbers: Tensor, *arguments: Any) -> Tensor:
     """CUDA counts integers too (experts of tokens), the CPU only floats."""
     return torch.histc(numbers.float(), *arguments).to(numbers.dtype)
+
+
+def of_half(softmax: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """CUDA has a float result of numbers of 16 bits in one call, the CPU in two."""
+
+    def run(numbers: Tensor, dim: int, half_to_float: bool) -> Tensor:
+        return softmax(numbers.float() if half_to_float else numbers, dim, False)
+
+    return run
+
+
+def backward_to_half(backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same call's gradient, of the type that its numbers had."""
+
+    def run(gradient: Tensor, result: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        return backward(gradient, result, dim, gradient.dtype).to(dtype)
+
+    return run
 
 
 def interpret(modules: str) -> None:
