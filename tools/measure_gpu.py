@@ -1,7 +1,8 @@
 """Measurements of a GPU in one command: `make gpu`.
 
 In order: all that it must have, the tests that want one, decode beside a worker, SGLang where it is
-installed, the engine against a plain loop, what memory and shares cost. Each is a process with a
+installed, the engine against a plain loop, its layer programs beside each other, what memory and
+shares cost. Each is a process with a
 limit of time; what does not fit into the budget is left out by name, and what fails keeps nothing
 from what follows but the first, without which nothing can run. Each leaves its JSON and its log in
 a folder, first light is resumed.
@@ -77,6 +78,7 @@ def steps(shape: str) -> tuple[Step, ...]:
         Step("first_light", benchmark("first_light", f"--shape={shape}", "--resume"), 120, 900),
         Step("sglang", sglang, 60, 560),
         Step("finetune", benchmark("finetune", f"--shape={shape}", "--quick"), 120, 900),
+        Step("layer_programs", benchmark("layer_programs", f"--shape={shape}", "--quick"), 90, 600),
         Step("memory", benchmark("memory", "--quick"), 60, 300),
     )
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from windrow_sidecar.finetune.adapter import layer_kernels
+from windrow_sidecar.finetune.adapter import gradient_kernels, layer_kernels, share_kernels
 from windrow_sidecar.finetune.model import loss_kernels
 
 TENSORS = {"rstd": "*fp32", "into": "*fp32", "losses": "*fp32", "labels": "*i64"}
@@ -61,7 +61,7 @@ for n, (units, out, (rank, columns)) in enumerate([
     of_four |= {f"IN{n}": units, f"OUT{n}": out, f"RANKS{n}": rank, f"COLUMNS{n}": columns}
 outs = {"OUT0": 4096, "OUT1": 1024, "OUT2": 1024, "RANK0": 16, "RANK1": 16, "RANK2": 16}
 print(json.dumps({
-    "pack_b": compiled("pack_b", RANK_COLUMNS=64, ROWS=64, **outs),
+    "pack_b": compiled("pack_b", kernels=share_kernels, RANK_COLUMNS=64, ROWS=64, **outs),
     "norm_onto_ranks": compiled("norm_onto_ranks", 8, UNITS=4096, **ranks(QKV), **WHOLE),
     "rotate": compiled("rotate", HEADS=40, VALUE_HEADS=8, **ranks(QKV), **HALF),
     "rotate_back": compiled("rotate_back", HEADS=32, KV_HEADS=8, **HALF),
@@ -71,8 +71,8 @@ print(json.dumps({
         "norm_back", 8, UNITS=4096, **ranks(QKV, (0, 16)), **WHOLE),
     "swiglu": compiled("swiglu", INNER=14336, **ranks(GATE_UP), **TILE),
     "swiglu_back": compiled("swiglu_back", INNER=14336, **ranks(O), **TILE),
-    "add_share": compiled("add_share", UNITS=4096, **ranks(O), **TILE),
-    "gradients": compiled("gradients", BLOCK=64, ROWS=64, **of_four),
+    "add_share": compiled("add_share", kernels=share_kernels, UNITS=4096, **ranks(O), **TILE),
+    "gradients": compiled("gradients", kernels=gradient_kernels, BLOCK=64, ROWS=64, **of_four),
     "cross_entropy": compiled(
         "cross_entropy", 8, loss_kernels, WORDS=128256, LEARNS=True, BLOCK=4096),
     "cross_entropy alone": compiled(

@@ -15,7 +15,7 @@ from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.adapter import layer_programs
 from windrow_sidecar.finetune.adapter.adapters import ADAPTER
 from windrow_sidecar.finetune.adapter.layer_programs import use_program, wanted_program
-from windrow_sidecar.finetune.adapter.packed_linears import one_matrix
+from windrow_sidecar.finetune.adapter.packed_copies import one_matrix
 from windrow_sidecar.finetune.engine.orders import token_major
 from windrow_sidecar.finetune.engine.sizing import WholeRows, Windows
 from windrow_sidecar.finetune.engine.suspension import BrokenOff

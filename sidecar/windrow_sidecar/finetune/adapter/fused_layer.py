@@ -51,6 +51,7 @@ class FusedLayer:
         import triton
         import triton.language as tl
 
+        from windrow_sidecar.finetune.adapter import gradient_kernels, share_kernels
         from windrow_sidecar.finetune.adapter import layer_kernels as kernels
 
         self._layer, self._cdiv = layer, triton.cdiv
@@ -89,7 +90,7 @@ class FusedLayer:
             kernels.add_and_norm, 8, UNITS=units, **o, **then(gate_up), **whole
         )
         self._swiglu = kernel_of(kernels.swiglu, INNER=inner, **gate_up, **tile)
-        self._add_share = kernel_of(kernels.add_share, UNITS=units, **down, **tile)
+        self._add_share = kernel_of(share_kernels.add_share, UNITS=units, **down, **tile)
         self._swiglu_back = kernel_of(kernels.swiglu_back, INNER=inner, **down, **tile)
         nothing = {"RANKS": 0, "RANK_COLUMNS": 16}
         self._norm_back = {
@@ -103,7 +104,7 @@ class FusedLayer:
             of = ranks(group)
             sizes |= {f"IN{n}": group.inputs, f"OUT{n}": group.outputs}
             sizes |= {f"RANKS{n}": of["RANKS"], f"COLUMNS{n}": of["RANK_COLUMNS"]}
-        self._gradients = kernel_of(kernels.gradients, **sizes, **over)
+        self._gradients = kernel_of(gradient_kernels.gradients, **sizes, **over)
         self._column_blocks = sum(
             triton.cdiv(units, _COLUMNS)
             for group in self._learning
@@ -123,7 +124,7 @@ class FusedLayer:
             sizes |= {f"RANK{n}": rank for n, (_, rank) in enumerate(shapes)}
             columns = of["RANK_COLUMNS"]
             self._pack[group] = kernel_of(
-                kernels.pack_b, RANK_COLUMNS=columns, ROWS=_TOKENS, **sizes
+                share_kernels.pack_b, RANK_COLUMNS=columns, ROWS=_TOKENS, **sizes
             )
 
     def pack_b(self, group: PackedLinears) -> None:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from windrow_sidecar.compute.captures import GraphCaptures, Launch, NoMemory, PoolId
 from windrow_sidecar.compute.device import Mark
@@ -437,19 +437,6 @@ class LayerGraphs:
         self.refused = why
         log.warning("layers run packed, not as graphs: %s", why)
         self._owner = self._set = None
-
-
-def refused_graphs(programs: Sequence[PackedLayer], captures: GraphCaptures | None) -> str:
-    """Return why layers that run packed cannot run as graphs; "" if they can."""
-    if captures is None:
-        return "graphs need a GPU"
-    for n, program in enumerate(programs):
-        learns: list[nn.Parameter] = [p for group in program.groups for p in group.learns]
-        if not learns:
-            return f"layer {n} has no adapter"
-        if len({parameter.dtype for parameter in learns}) != 1:
-            return f"layer {n} has adapters of several types"
-    return ""
 
 
 def _go_on() -> None:

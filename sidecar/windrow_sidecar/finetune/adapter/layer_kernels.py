@@ -12,79 +12,19 @@ arguments.
 
 # Triton compiles these functions: annotations are types of its own, and no checker knows them.
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _share_of_u(u, b, tokens_at, here, columns, inside, RANKS, COLUMNS: tl.constexpr):
-    """Multiply u [tokens, ranks] by rows of B [out, ranks]: [tokens, columns]."""
-    ranks = tl.arange(0, COLUMNS)
-    real = ranks < RANKS
-    left = tl.load(
-        u + tokens_at[:, None] * RANKS + ranks[None, :],
-        mask=here[:, None] & real[None, :],
-        other=0.0,
-    )
-    right = tl.load(
-        b + columns[None, :] * RANKS + ranks[:, None],
-        mask=inside[None, :] & real[:, None],
-        other=0.0,
-    )
-    return tl.dot(left, right, input_precision="ieee")
-
-
-@triton.jit
-def _share_of_v(v, a, tokens_at, here, columns, inside, UNITS, RANKS, COLUMNS: tl.constexpr):
-    """Multiply v [tokens, ranks] by columns of A [ranks, in]: [tokens, columns]."""
-    ranks = tl.arange(0, COLUMNS)
-    real = ranks < RANKS
-    left = tl.load(
-        v + tokens_at[:, None] * RANKS + ranks[None, :],
-        mask=here[:, None] & real[None, :],
-        other=0.0,
-    )
-    right = tl.load(
-        a + ranks[:, None] * UNITS + columns[None, :],
-        mask=real[:, None] & inside[None, :],
-        other=0.0,
-    )
-    return tl.dot(left, right, input_precision="ieee")
-
-
-@triton.jit
-def pack_b(
-    b0,  # B of each projection, [out, rank]
-    b1,
-    b2,
-    packed,  # [all out, all ranks], written
-    OUT0: tl.constexpr,
-    OUT1: tl.constexpr,
-    OUT2: tl.constexpr,
-    RANK0: tl.constexpr,
-    RANK1: tl.constexpr,
-    RANK2: tl.constexpr,
-    RANK_COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Put up to three B matrices into their rows and columns of one, with zeros beside them."""
-    out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    rank = tl.arange(0, RANK_COLUMNS)[None, :]
-    in0 = (out < OUT0) & (rank < RANK0)
-    found = tl.load(b0 + out * RANK0 + rank, mask=in0, other=0.0)
-    out1, rank1 = out - OUT0, rank - RANK0
-    in1 = (out1 >= 0) & (out1 < OUT1) & (rank1 >= 0) & (rank1 < RANK1)
-    found += tl.load(b1 + out1 * RANK1 + rank1, mask=in1, other=0.0)
-    out2, rank2 = out1 - OUT1, rank1 - RANK1
-    in2 = (out2 >= 0) & (out2 < OUT2) & (rank2 >= 0) & (rank2 < RANK2)
-    found += tl.load(b2 + out2 * RANK2 + rank2, mask=in2, other=0.0)
-    inside = (out2 < OUT2) & (rank2 < RANK2)
-    place = out * (RANK0 + RANK1 + RANK2) + rank
-    tl.store(packed + place, found.to(packed.dtype.element_ty), mask=inside)
+from windrow_sidecar.finetune.adapter.share_kernels import (
+    onto_ranks,
+    share_of_u,
+    share_of_v,
+    store_ranks,
+)
 
 
 @triton.jit
@@ -117,8 +57,8 @@ def rotate(
     row = qkv + at[:, None] * ((HEADS + VALUE_HEADS) * 2 * HALF)
     first = tl.load(row + first_columns[None, :], mask=inside, other=0.0).to(WIDE)
     second = tl.load(row + second_columns[None, :], mask=inside, other=0.0).to(WIDE)
-    first += _share_of_u(u, b, at, here, first_columns, real, RANKS, RANK_COLUMNS)
-    second += _share_of_u(u, b, at, here, second_columns, real, RANKS, RANK_COLUMNS)
+    first += share_of_u(u, b, at, here, first_columns, real, RANKS, RANK_COLUMNS)
+    second += share_of_u(u, b, at, here, second_columns, real, RANKS, RANK_COLUMNS)
     if head < HEADS:
         place = (at % positions)[:, None] * (2 * HALF) + columns[None, :]
         cos_first = tl.load(cosines + place, mask=inside, other=0.0).to(WIDE)
@@ -192,26 +132,6 @@ def rotate_back(
 
 
 @triton.jit
-def _onto_ranks(block, a, columns, inside, UNITS, RANKS, COLUMNS: tl.constexpr):
-    """Multiply columns of an input [tokens, UNITS] by A [ranks, UNITS]: [tokens, ranks]."""
-    ranks = tl.arange(0, COLUMNS)
-    right = tl.load(
-        a + ranks[None, :] * UNITS + columns[:, None],
-        mask=(ranks < RANKS)[None, :] & inside[:, None],
-        other=0.0,
-    )
-    return tl.dot(block, right, input_precision="ieee")
-
-
-@triton.jit
-def _store_ranks(into, total, scale, at, here, RANKS, COLUMNS: tl.constexpr):
-    ranks = tl.arange(0, COLUMNS)
-    inside = here[:, None] & (ranks < RANKS)[None, :]
-    made = (total * scale).to(into.dtype.element_ty)
-    tl.store(into + at[:, None] * RANKS + ranks[None, :], made, mask=inside)
-
-
-@triton.jit
 def norm_onto_ranks(
     x,  # [tokens, UNITS]
     weight,  # of the norm, [UNITS]
@@ -251,8 +171,8 @@ def norm_onto_ranks(
         of_unit = tl.load(weight + columns, mask=real, other=0.0).to(WIDE)
         made = (read * root[:, None] * of_unit[None, :]).to(normed.dtype.element_ty)
         tl.store(normed + place, made, mask=inside)
-        onto += _onto_ranks(made, a, columns, real, UNITS, RANKS, RANK_COLUMNS)
-    _store_ranks(u, onto, scale, at, here, RANKS, RANK_COLUMNS)
+        onto += onto_ranks(made, a, columns, real, UNITS, RANKS, RANK_COLUMNS)
+    store_ranks(u, onto, scale, at, here, RANKS, RANK_COLUMNS)
 
 
 @triton.jit
@@ -289,7 +209,7 @@ def add_and_norm(
         place = at[:, None] * UNITS + columns[None, :]
         total = tl.load(product + place, mask=inside, other=0.0).to(WIDE)
         total += tl.load(residual + place, mask=inside, other=0.0).to(WIDE)
-        total += _share_of_u(u, b, at, here, columns, real, RANKS, RANK_COLUMNS)
+        total += share_of_u(u, b, at, here, columns, real, RANKS, RANK_COLUMNS)
         rounded = total.to(product.dtype.element_ty)
         tl.store(product + place, rounded, mask=inside)
         total = tl.where(inside, rounded.to(WIDE), 0.0)
@@ -307,8 +227,8 @@ def add_and_norm(
         of_unit = tl.load(weight + columns, mask=real, other=0.0).to(WIDE)
         made = (total * root[:, None] * of_unit[None, :]).to(normed.dtype.element_ty)
         tl.store(normed + place, made, mask=inside)
-        onto += _onto_ranks(made, next_a, columns, real, UNITS, NEXT_RANKS, NEXT_COLUMNS)
-    _store_ranks(next_u, onto, scale, at, here, NEXT_RANKS, NEXT_COLUMNS)
+        onto += onto_ranks(made, next_a, columns, real, UNITS, NEXT_RANKS, NEXT_COLUMNS)
+    store_ranks(next_u, onto, scale, at, here, NEXT_RANKS, NEXT_COLUMNS)
 
 
 @triton.jit
@@ -347,7 +267,7 @@ def norm_back(
         place = at[:, None] * UNITS + columns[None, :]
         of_unit = tl.load(weight + columns, mask=real, other=0.0).to(WIDE)
         g = tl.load(d_normed + place, mask=inside, other=0.0).to(WIDE)
-        g += _share_of_v(v, a, at, here, columns, real, UNITS, RANKS, RANK_COLUMNS)
+        g += share_of_v(v, a, at, here, columns, real, UNITS, RANKS, RANK_COLUMNS)
         g *= of_unit[None, :]
         of_root = tl.load(x + place, mask=inside, other=0.0).to(WIDE) * root[:, None]
         along += tl.sum(g * of_root, 1)
@@ -362,7 +282,7 @@ def norm_back(
         place = at[:, None] * UNITS + columns[None, :]
         of_unit = tl.load(weight + columns, mask=real, other=0.0).to(WIDE)
         g = tl.load(d_normed + place, mask=inside, other=0.0).to(WIDE)
-        g += _share_of_v(v, a, at, here, columns, real, UNITS, RANKS, RANK_COLUMNS)
+        g += share_of_v(v, a, at, here, columns, real, UNITS, RANKS, RANK_COLUMNS)
         g *= of_unit[None, :]
         of_root = tl.load(x + place, mask=inside, other=0.0).to(WIDE) * root[:, None]
         back = root[:, None] * (g - of_root * mean[:, None])
@@ -378,7 +298,7 @@ def norm_back(
             )
             onto += tl.dot(rounded, right, input_precision="ieee")
     if NEXT_RANKS:
-        _store_ranks(next_v, onto, scale, at, here, NEXT_RANKS, NEXT_COLUMNS)
+        store_ranks(next_v, onto, scale, at, here, NEXT_RANKS, NEXT_COLUMNS)
 
 
 @triton.jit
@@ -404,8 +324,8 @@ def swiglu(
     place = at[:, None] * (2 * INNER) + columns[None, :]
     gate = tl.load(gate_up + place, mask=inside, other=0.0).to(WIDE)
     up = tl.load(gate_up + place + INNER, mask=inside, other=0.0).to(WIDE)
-    gate += _share_of_u(u, b, at, here, columns, real, RANKS, RANK_COLUMNS)
-    up += _share_of_u(u, b, at, here, columns + INNER, real, RANKS, RANK_COLUMNS)
+    gate += share_of_u(u, b, at, here, columns, real, RANKS, RANK_COLUMNS)
+    up += share_of_u(u, b, at, here, columns + INNER, real, RANKS, RANK_COLUMNS)
     gate_here, up_here = gate.to(gate_up.dtype.element_ty), up.to(gate_up.dtype.element_ty)
     tl.store(gate_up + place, gate_here, mask=inside)
     tl.store(gate_up + place + INNER, up_here, mask=inside)
@@ -439,7 +359,7 @@ def swiglu_back(
     inside = here[:, None] & real[None, :]
     of_acted = d_acted + at[:, None] * INNER + columns[None, :]
     d = tl.load(of_acted, mask=inside, other=0.0).to(WIDE)
-    d += _share_of_v(v, a, at, here, columns, real, INNER, RANKS, RANK_COLUMNS)
+    d += share_of_v(v, a, at, here, columns, real, INNER, RANKS, RANK_COLUMNS)
     place = at[:, None] * (2 * INNER) + columns[None, :]
     gate = tl.load(gate_up + place, mask=inside, other=0.0).to(WIDE)
     up = tl.load(gate_up + place + INNER, mask=inside, other=0.0).to(WIDE)
@@ -450,236 +370,3 @@ def swiglu_back(
     tl.store(d_gate_up + place, d_gate.to(d_gate_up.dtype.element_ty), mask=inside)
     d_up = d * swished
     tl.store(d_gate_up + place + INNER, d_up.to(d_gate_up.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def add_share(
-    product,  # [tokens, UNITS]; the sum is written to it
-    residual,  # [tokens, UNITS]
-    u,
-    b,
-    tokens,
-    UNITS: tl.constexpr,
-    RANKS: tl.constexpr,
-    RANK_COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Sum a product, its adapter's share and the residual."""
-    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    here = at < tokens
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = columns < UNITS
-    inside = here[:, None] & real[None, :]
-    place = at[:, None] * UNITS + columns[None, :]
-    total = tl.load(product + place, mask=inside, other=0.0).to(WIDE)
-    total += tl.load(residual + place, mask=inside, other=0.0).to(WIDE)
-    total += _share_of_u(u, b, at, here, columns, real, RANKS, RANK_COLUMNS)
-    tl.store(product + place, total.to(product.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _over_tokens(
-    left,
-    right,
-    columns,
-    real,
-    tokens,
-    UNITS,
-    RANKS,
-    RANK_COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Multiply columns of left [tokens, UNITS] by right [tokens, ranks], over all tokens."""
-    ranks = tl.arange(0, RANK_COLUMNS)
-    total = tl.zeros([BLOCK, RANK_COLUMNS], WIDE)
-    for begin in range(0, tokens, ROWS):
-        at = (begin + tl.arange(0, ROWS)).to(tl.int64)
-        here = at < tokens
-        wide = tl.load(
-            left + at[None, :] * UNITS + columns[:, None],
-            mask=here[None, :] & real[:, None],
-            other=0.0,
-        )
-        narrow = tl.load(
-            right + at[:, None] * RANKS + ranks[None, :],
-            mask=here[:, None] & (ranks < RANKS)[None, :],
-            other=0.0,
-        )
-        total += tl.dot(wide, narrow, input_precision="ieee")
-    return total
-
-
-@triton.jit
-def _gradients(
-    block,
-    x,
-    v,
-    d,
-    u,
-    places,  # int32 [3, OUT]: of each output, where its rank 0 is in `into`; its ranks, from and to
-    into,
-    tokens,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    RANKS: tl.constexpr,
-    RANK_COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Write one block of columns of the gradients of A, or behind those, of B."""
-    ranks = tl.arange(0, RANK_COLUMNS)
-    if block < tl.cdiv(IN, BLOCK):
-        columns = block * BLOCK + tl.arange(0, BLOCK)
-        real = columns < IN
-        total = _over_tokens(
-            x, v, columns, real, tokens, IN, RANKS, RANK_COLUMNS, BLOCK, ROWS, WIDE
-        )
-        inside = real[:, None] & (ranks < RANKS)[None, :]
-        place = ranks[None, :] * IN + columns[:, None]
-        tl.store(into + place, total.to(into.dtype.element_ty), mask=inside)
-    else:
-        columns = (block - tl.cdiv(IN, BLOCK)) * BLOCK + tl.arange(0, BLOCK)
-        real = columns < OUT
-        total = _over_tokens(
-            d, u, columns, real, tokens, OUT, RANKS, RANK_COLUMNS, BLOCK, ROWS, WIDE
-        )
-        start = tl.load(places + columns, mask=real, other=0)
-        first = tl.load(places + OUT + columns, mask=real, other=0)
-        last = tl.load(places + 2 * OUT + columns, mask=real, other=0)
-        inside = (ranks[None, :] >= first[:, None]) & (ranks[None, :] < last[:, None])
-        place = start[:, None] + ranks[None, :]
-        tl.store(into + place, total.to(into.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def gradients(
-    x0,
-    v0,
-    d0,
-    u0,
-    places0,
-    into0,
-    x1,
-    v1,
-    d1,
-    u1,
-    places1,
-    into1,
-    x2,
-    v2,
-    d2,
-    u2,
-    places2,
-    into2,
-    x3,
-    v3,
-    d3,
-    u3,
-    places3,
-    into3,
-    tokens,
-    IN0: tl.constexpr,
-    OUT0: tl.constexpr,
-    RANKS0: tl.constexpr,
-    COLUMNS0: tl.constexpr,
-    IN1: tl.constexpr,
-    OUT1: tl.constexpr,
-    RANKS1: tl.constexpr,
-    COLUMNS1: tl.constexpr,
-    IN2: tl.constexpr,
-    OUT2: tl.constexpr,
-    RANKS2: tl.constexpr,
-    COLUMNS2: tl.constexpr,
-    IN3: tl.constexpr,
-    OUT3: tl.constexpr,
-    RANKS3: tl.constexpr,
-    COLUMNS3: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Write all gradients of four groups' adapters, one after the other.
-
-    Of each group A's, [ranks, in], then each B's, [out, rank].
-    """
-    block = tl.program_id(0)
-    begin1 = tl.cdiv(IN0, BLOCK) + tl.cdiv(OUT0, BLOCK)
-    begin2 = begin1 + tl.cdiv(IN1, BLOCK) + tl.cdiv(OUT1, BLOCK)
-    begin3 = begin2 + tl.cdiv(IN2, BLOCK) + tl.cdiv(OUT2, BLOCK)
-    if block < begin1:
-        _gradients(
-            block,
-            x0,
-            v0,
-            d0,
-            u0,
-            places0,
-            into0,
-            tokens,
-            IN0,
-            OUT0,
-            RANKS0,
-            COLUMNS0,
-            BLOCK,
-            ROWS,
-            WIDE,
-        )
-    elif block < begin2:
-        _gradients(
-            block - begin1,
-            x1,
-            v1,
-            d1,
-            u1,
-            places1,
-            into1,
-            tokens,
-            IN1,
-            OUT1,
-            RANKS1,
-            COLUMNS1,
-            BLOCK,
-            ROWS,
-            WIDE,
-        )
-    elif block < begin3:
-        _gradients(
-            block - begin2,
-            x2,
-            v2,
-            d2,
-            u2,
-            places2,
-            into2,
-            tokens,
-            IN2,
-            OUT2,
-            RANKS2,
-            COLUMNS2,
-            BLOCK,
-            ROWS,
-            WIDE,
-        )
-    else:
-        _gradients(
-            block - begin3,
-            x3,
-            v3,
-            d3,
-            u3,
-            places3,
-            into3,
-            tokens,
-            IN3,
-            OUT3,
-            RANKS3,
-            COLUMNS3,
-            BLOCK,
-            ROWS,
-            WIDE,
-        )

@@ -20,9 +20,9 @@ from windrow_sidecar.compute.captures import GraphCaptures
 from windrow_sidecar.compute.device import Mark
 from windrow_sidecar.finetune.adapter import fused_layer
 from windrow_sidecar.finetune.adapter.fused_layer import FusedLayer
-from windrow_sidecar.finetune.adapter.layer_graphs import LayerGraphs, refused_graphs
+from windrow_sidecar.finetune.adapter.layer_graphs import LayerGraphs
+from windrow_sidecar.finetune.adapter.packed_copies import Projection, one_matrix
 from windrow_sidecar.finetune.adapter.packed_layer import PackedLayer
-from windrow_sidecar.finetune.adapter.packed_linears import Projection, one_matrix
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.finetune.model.layer_program import (
@@ -133,7 +133,7 @@ def use_graphs(
     """
     found = [program_of(layer) for layer in stack.layers]
     programs = [program for program in found if isinstance(program, PackedLayer)]
-    why = refused_graphs(programs, captures)
+    why = _refused_graphs(programs, captures)
     if why or captures is None:
         log.info("layers run packed, not as graphs: %s", why)
         return why
@@ -177,6 +177,19 @@ def refused(layer: Any, config: Any, adapter: str) -> str:  # noqa: ANN401 - of 
         return "a norm is not a plain RMSNorm in the type of the weights"
     others = [n for n, p in layer.named_parameters() if p.requires_grad and id(p) not in learns]
     return f"{others[0]} learns" if others else ""
+
+
+def _refused_graphs(programs: Sequence[PackedLayer], captures: GraphCaptures | None) -> str:
+    """Return why layers that run packed cannot run as graphs; "" if they can."""
+    if captures is None:
+        return "graphs need a GPU"
+    for n, program in enumerate(programs):
+        learns: list[nn.Parameter] = [p for group in program.groups for p in group.learns]
+        if not learns:
+            return f"layer {n} has no adapter"
+        if len({parameter.dtype for parameter in learns}) != 1:
+            return f"layer {n} has adapters of several types"
+    return ""
 
 
 def _has(layer: Any, norm: str) -> bool:  # noqa: ANN401

@@ -18,12 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from windrow_sidecar.finetune.adapter.fused_layer import FusedLayer, Learning
-from windrow_sidecar.finetune.adapter.packed_linears import (
-    Made,
-    PackedLinears,
-    Projection,
-    refresh,
-)
+from windrow_sidecar.finetune.adapter.packed_copies import Projection, refresh
+from windrow_sidecar.finetune.adapter.packed_linears import Made, PackedLinears
 from windrow_sidecar.finetune.model.layer_program import ProgramName
 
 

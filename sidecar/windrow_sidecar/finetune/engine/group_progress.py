@@ -116,6 +116,11 @@ class GroupProgress:
             reached.windows[layer].pop()
             reached.back[layer] = tasklet.window.begin
 
+    def note_all(self, tasklet: Tasklet) -> None:
+        """Note that all layers of a tasklet will have run, in a plan."""
+        for layer in tasklet.layers:
+            self.note(tasklet, layer)
+
     def layers_behind(self, tasklet: Tasklet) -> int:
         """Return how many layers follow it for certain, by its phase and window.
 

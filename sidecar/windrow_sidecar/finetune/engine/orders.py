@@ -82,8 +82,7 @@ def listing(order: Order, at: GroupProgress, sizing: TaskletSizing) -> Iterator[
             yield made
         made = _stretched(found, at.layers_behind(found), sizing)
         # An order names what may run; what runs is checked before it does.
-        for layer in made.layers:
-            at.note(made, layer)
+        at.note_all(made)
     if made is not None:
         yield made
 

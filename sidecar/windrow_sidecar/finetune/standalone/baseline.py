@@ -82,14 +82,14 @@ class PlainLoop:
         self._adamw.zero_grad(set_to_none=True)
         loss = self._model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(
+        norm = torch.nn.utils.clip_grad_norm_(
             self._parameters, self._job.spec.training.optimizer.max_gradient_norm
         )
         for group in self._adamw.param_groups:
             group["lr"] = self._schedule.rate(self._steps)
         self._adamw.step()
         self._device.mark().wait()
-        done = Step(sum(row.length for row in rows), float(loss.detach()))
+        done = Step(sum(row.length for row in rows), float(loss.detach()), float(norm))
         self._tokens += done.tokens
         job = self._job
         self._events.append(

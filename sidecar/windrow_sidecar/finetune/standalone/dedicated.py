@@ -75,6 +75,15 @@ def measure_alone(options: argparse.Namespace) -> int:
         steps=options.steps,
     )
     events.flush()
+    stack = session.stream.parts.stack
+    graphs = stack.graphs
+    measured = replace(
+        measured,
+        layer_program=stack.program,
+        layer_program_why=session.program_why or (graphs.refused if graphs is not None else ""),
+        graph_bytes=graphs.driver_bytes if graphs is not None else 0,
+        graph_bytes_expected=graphs.expected_bytes if graphs is not None else 0,
+    )
     measured.write(options.json)
     return 0
 
@@ -189,4 +198,4 @@ def _step(session: TrainingSession, gate: OpenGate, memory: OwnMemory, events: E
                 events.append(tasklet_event(session, ran))
             events.flush()  # it may be stopped or killed at any moment
             at = outcome.position
-            return Step(at.tokens_done - before, at.loss or 0.0)
+            return Step(at.tokens_done - before, at.loss or 0.0, outcome.facts.gradient_norm)

@@ -14,15 +14,23 @@ from windrow.crd import FinetuneJobSpec
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Tokens and loss of one finished optimizer step."""
+    """Tokens, loss and gradient norm, before clipping, of one finished optimizer step."""
 
     tokens: int  # real ones
     loss: float
+    gradient_norm: float
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Steps and seconds, without loading and without the first step, which warms up."""
+    """Steps and seconds, without loading and without the first step, which warms up.
+
+    Attributes:
+        layer_program: by which layers ran; "" where they have no choice.
+        layer_program_why: why by another one than was asked for.
+        graph_bytes: that the driver has taken for graphs of layers.
+        graph_bytes_expected: that it was expected to take for one shape on one share.
+    """
 
     engine: str
     units: int
@@ -33,6 +41,11 @@ class Measurement:
     step_seconds_median: float
     loss_first: float
     loss_last: float
+    gradient_norm_last: float
+    layer_program: str = ""
+    layer_program_why: str = ""
+    graph_bytes: int = 0
+    graph_bytes_expected: int = 0
 
     def write(self, to: Path | None) -> None:
         """Print it as JSON, and write it where a file is named."""
@@ -73,6 +86,7 @@ def measure(
         step_seconds_median=statistics.median(times),
         loss_first=done[0].loss,
         loss_last=done[-1].loss,
+        gradient_norm_last=done[-1].gradient_norm,
     )
 
 
