@@ -43,7 +43,7 @@ class Projection:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class PackedPart:
     """A matrix of one product: some of the projections, one below the other.
 
     `rows` and `columns`: of each projection, its outputs in the part and its place in `u`.
@@ -93,7 +93,7 @@ class PackedCopies:
         self._learns = tuple(parameter for p in self.projections for parameter in p.learns)
         self._pack_b: Callable[[], None] | None = None
         self._seen: tuple[int, ...] = ()
-        self._parts: tuple[Part, ...] = ()
+        self._parts: tuple[PackedPart, ...] = ()
         # Rooms in the packed copies and what goes there; None: not looked up since they were laid
         # out.
         self._copies: list[tuple[Tensor, nn.Parameter]] | None = None
@@ -241,7 +241,7 @@ class PackedCopies:
                 columns.append(slice(at, at + rank))
                 at, out = at + rank, out + projection.weight.shape[0]
             weight = group[0].weight.detach() if joined is None else joined
-            part = Part(tuple(group), tuple(rows), tuple(columns), weight, {})
+            part = PackedPart(tuple(group), tuple(rows), tuple(columns), weight, {})
             self._own(part, n, like)
             parts.append(part)
         self._parts = tuple(parts)
@@ -257,7 +257,7 @@ class PackedCopies:
                 self._scales = of_each.to(like)
                 self._enter("scales", self._scales)
 
-    def _own(self, part: Part, n: int, like: Tensor) -> None:
+    def _own(self, part: PackedPart, n: int, like: Tensor) -> None:
         if len(part.projections) > 1:
             self._enter(f"weight.{n}", part.weight)
         if part.is_adapted:
@@ -333,7 +333,7 @@ def _holds(weight: Tensor, projections: Sequence[Projection]) -> bool:
     return weight.data_ptr() == projections[0].weight.data_ptr()
 
 
-def adapted_of(part: Part) -> list[tuple[Projection, slice, slice]]:
+def adapted_of(part: PackedPart) -> list[tuple[Projection, slice, slice]]:
     """Return the projections of a part that have an adapter: rows and columns of each."""
     found = zip(part.projections, part.rows, part.columns, strict=True)
     return [(p, rows, columns) for p, rows, columns in found if p.a is not None]

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from windrow_sidecar.finetune.adapter.packed_copies import (
     PackedCopies,
-    Part,
+    PackedPart,
     Projection,
     adapted_of,
 )
@@ -256,11 +256,11 @@ class PackedLinears(PackedCopies):
         u = torch.addmm(self._nothing, x, self._a.t(), beta=0, alpha=self._scale)
         return u if self._scales is None else u * self._scales
 
-    def _up(self, part: Part, u: Tensor) -> tuple[Tensor, Tensor]:
+    def _up(self, part: PackedPart, u: Tensor) -> tuple[Tensor, Tensor]:
         of_part = u if len(self._parts) == 1 else u[:, part.of_u]
         return of_part, part.own["b"].t()
 
-    def _of_magnitudes(self, part: Part, d: Tensor, before: Tensor) -> None:
+    def _of_magnitudes(self, part: PackedPart, d: Tensor, before: Tensor) -> None:
         for projection, rows in zip(part.projections, part.rows, strict=True):
             if projection.magnitude is None:
                 continue
