@@ -79,7 +79,7 @@ def _gpu_checks() -> list[Finding]:
     except subprocess.TimeoutExpired:
         return [Finding("gpu", f"no answer in {GPU_WITHIN_S} s", ok=False, remedy="See nvidia-smi")]
     if run.returncode:
-        said = (run.stderr.strip().splitlines() or ["the checks ended without a word"])[-1]
+        said = (run.stderr.strip().splitlines() or ["the checks ended without output"])[-1]
         return [Finding("gpu", said, ok=False, remedy="make setup; see nvidia-smi")]
     return [Finding(**check) for check in json.loads(run.stdout.splitlines()[-1])["checks"]]
 

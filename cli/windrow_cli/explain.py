@@ -135,7 +135,7 @@ def _explain_decisions(slot: str, at: str, within: float, *, as_json: bool) -> N
     for decision in found:
         print_line(line_of(decision))
     if not found:
-        print_line(f"no decision within {within:g} s of then; the ring holds the last 8,192")
+        print_line(f"no decision within {within:g} s of that time; the ring holds the last 8,192")
 
 
 def line_of(decision: Decision) -> str:
@@ -179,7 +179,7 @@ def _ring_of_process(process: Path) -> Path:
         environment = (process / "environ").read_bytes().split(b"\0")
     except OSError as error:
         raise UserError(
-            f"process {process.name} cannot be looked at ({error.strerror})",
+            f"process {process.name} cannot be inspected ({error.strerror})",
             field="SLOT",
             remedy="Give the decode process, as the user that it runs as.",
         ) from error
@@ -218,7 +218,7 @@ def moment(text: str, now: datetime) -> datetime:
         read = datetime.fromisoformat(text)
     except ValueError:
         raise UserError(
-            f"{text!r} is not a moment",
+            f"{text!r} is not a valid time",
             field="--around",
             remedy="Write now, -30s, -5m, 18:02:11, or 2025-06-01T18:02:11Z.",
         ) from None

@@ -20,14 +20,14 @@ _ADVICE: Mapping[str, str] = {
     "the label kueue.x-k8s.io/queue-name.",
     "InvalidSpec": "Fix the spec in a new job.",
     "DestinationInUse": "Name another output.destination in a new job, or wait.",
-    "PriorityClassNotFound": "Create the PriorityClass; the job then goes on.",
-    "BackOff": "A worker failed and is tried again; what it said: windrow logs {name} --worker.",
+    "PriorityClassNotFound": "Create the PriorityClass; the job then continues.",
+    "BackOff": "A worker failed and is retried; its log: windrow logs {name} --worker.",
     "Suspended": "Resume it: set spec.suspend to false (kubectl edit ftj {name}).",
-    "Paused": "Decode needs the device. The job goes on when decode needs less; where it never "
+    "Paused": "Decode needs the device. The job continues when decode needs less; if it never "
     "does, give it slots with more headroom.",
-    "Silent": "Nothing to do yet: where the sidecar stays away, the job goes on elsewhere.",
-    "BackoffLimitExceeded": "What the workers said: windrow logs {name} --worker. A new job begins "
-    "again.",
+    "Silent": "Nothing to do yet: if the sidecar stays silent, the job resumes elsewhere.",
+    "BackoffLimitExceeded": "The worker's log: windrow logs {name} --worker. A new job starts "
+    "over.",
     "DeadlineExceeded": "Submit it again with a longer activeDeadlineSeconds.",
 }
 
@@ -100,7 +100,7 @@ def _slot(slot: SlotView | None) -> str:
     if slot is None:
         return ""
     if not slot.reported:
-        return f"{slot.name}: nothing is heard of it ({slot.why})"
+        return f"{slot.name}: its sidecar does not report ({slot.why})"
     objective = f" of {slot.objective_s * 1e3:.1f} ms" if slot.objective_s else ""
     tpot = f"p99 {slot.tpot_p99_s * 1e3:.1f} ms{objective}" if slot.tpot_p99_s else "decode idle"
     shared = f"; its GPU is shared in {slot.sharing}" if slot.sharing else ""

@@ -53,7 +53,7 @@ def explain_slot(slot: SlotView, events: Sequence[EventView], now: datetime) -> 
         slot=f"{slot.namespace}/{slot.name}",
         because=slot.why,
         rule=f"{slot.policy}, mode {slot.mode}" if slot.policy else "no policy selects its pod",
-        serving=_serving(slot) if heard else "nothing is heard of it",
+        serving=_serving(slot) if heard else "its sidecar does not report",
         shared=_shared(slot) if heard else "",
         job=_jobs(slot),
         decisions=f"kubectl -n {slot.namespace} exec {slot.pod} -c SIDECAR -- "

@@ -121,7 +121,7 @@ def _finetune(
     if ranks > 1 and (manifests[1:] or seconds is not None):
         what = "several jobs" if manifests[1:] else "--seconds"
         raise UserError(
-            f"{what} and a model that is cut over {ranks} ranks do not go together yet",
+            f"{what} and a model that is cut over {ranks} ranks cannot be combined yet",
             field="--tp",
             remedy="Leave one of the two out.",
         )
@@ -414,8 +414,8 @@ def _message(summary: RunSummary, log: Path) -> str:
         else "no checkpoint"
     )
     return (
-        f"the worker ended without a word: {summary.died}; {kept}; see {log}, whose last line is: "
-        f"{last_error(log)}"
+        f"the worker ended without a report: {summary.died}; {kept}; see {log}, "
+        f"whose last line is: {last_error(log)}"
     )
 
 

@@ -69,11 +69,11 @@ def _failure(file: Path, last: str) -> WindrowError:
         return UserError(said, field="--policy")
     if kind in ("AttributeError", "KeyError", "TypeError"):
         return UserError(
-            f"a manifest of {file} has another shape than its kind ({last})",
+            f"a manifest of {file} does not fit its kind ({last})",
             field="--file",
             remedy=f"`kubectl apply --dry-run=server -f {file}` says where.",
         )
-    return WindrowError(f"the pod could not be looked at: {last}")
+    return WindrowError(f"the pod could not be checked: {last}")
 
 
 def _print(answer: Mapping[str, Any]) -> None:
@@ -106,7 +106,9 @@ def _manifest(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read: {error}", remedy="Give a manifest.") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path} holds no single manifest", remedy="Give a file with one object.")
+        raise UserError(
+            f"{path} does not contain exactly one manifest", remedy="Give a file with one object."
+        )
     return found
 
 
@@ -120,5 +122,7 @@ def _manifests(path: Path) -> list[dict[str, Any]]:
             remedy="Give manifests, with the values of their templates filled in.",
         ) from error
     if not all(isinstance(body, dict) for body in found):
-        raise UserError(f"{path} holds something else than manifests", remedy=f"Give {_KINDS}.")
+        raise UserError(
+            f"{path} contains something that is not a manifest", remedy=f"Give {_KINDS}."
+        )
     return found

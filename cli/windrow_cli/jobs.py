@@ -130,7 +130,7 @@ def get(
     """
     if everywhere and (name is not None or namespace):
         raise UserError(
-            "every namespace and one of them cannot both be meant",
+            "cannot be combined with a job's name or --namespace",
             field="--all-namespaces",
             remedy="Leave out -A, or the job's name and --namespace.",
         )
@@ -190,7 +190,7 @@ def suspend(
     Example: windrow suspend support-tone
     """
     job = client(kubeconfig, context).suspend(name, namespace=namespace)
-    print_json(job) if as_json else print_line(f"{job.namespace}/{job.name} is to be suspended")
+    print_json(job) if as_json else print_line(f"{job.namespace}/{job.name} will be suspended")
 
 
 def resume(
@@ -205,7 +205,7 @@ def resume(
     Example: windrow resume support-tone
     """
     job = client(kubeconfig, context).resume(name, namespace=namespace)
-    print_json(job) if as_json else print_line(f"{job.namespace}/{job.name} is to go on")
+    print_json(job) if as_json else print_line(f"{job.namespace}/{job.name} will resume")
 
 
 def delete(
@@ -222,7 +222,7 @@ def delete(
     talk = client(kubeconfig, context)
     talk.delete(name, namespace=namespace)
     where = f"{namespace or talk.namespace}/{name}"
-    print_json({"deleted": where}) if as_json else print_line(f"{where} is to be deleted")
+    print_json({"deleted": where}) if as_json else print_line(f"{where} will be deleted")
 
 
 def describe(

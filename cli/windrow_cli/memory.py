@@ -119,5 +119,5 @@ def _map_of(socket_path: str) -> Any:  # noqa: ANN401 - JSON is any
         raise Transient(run.stderr.strip())
     if run.returncode != 0:
         last = (run.stderr.strip().splitlines() or ["no answer"])[-1]
-        raise WindrowError(f"the arena cannot be looked at: {last}")
+        raise WindrowError(f"the arena cannot be inspected: {last}")
     return json.loads(run.stdout)

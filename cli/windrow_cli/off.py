@@ -39,7 +39,7 @@ def off(
     """
     if not (whole or wait):
         raise UserError(
-            "it is not said what to turn off",
+            "this option or --wait is required",
             field="--all",
             remedy="Add --all for the whole cluster, or --wait to see whether it is off. For one "
             'policy: kubectl patch harvestpolicy NAME --type merge -p \'{"spec": {"mode": '
@@ -74,7 +74,7 @@ def on(
     """
     if not whole:
         raise UserError(
-            "it is not said what to turn on", field="--all", remedy="Add --all: the whole cluster."
+            "this option is required", field="--all", remedy="Add --all: the whole cluster."
         )
     news = _switch(kubeconfig, context, operator_namespace).turn_on()
     if as_json:

@@ -88,7 +88,7 @@ def _understood(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     try:
         said: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
-        raise WindrowError(done.stderr.strip() or "it ended without a word") from None
+        raise WindrowError(done.stderr.strip() or "it ended without output") from None
     if (error := error_of(said, user_error=done.returncode == 2)) is not None:
         raise error
     return said

@@ -33,7 +33,7 @@ def profile(
     effort: Annotated[str, typer.Option(help="full (a minute at most) or quick.")] = "full",
     device: Annotated[str, typer.Option(help="cpu, cuda, or cuda:N.")] = "cpu",
     random_weights: Annotated[
-        int | None, typer.Option(help="Seed of made-up weights: config.json alone will do.")
+        int | None, typer.Option(help="Seed of random weights: the model needs only a config.json.")
     ] = None,
     max_running_requests: Annotated[int, typer.Option(help="As decode will have it.")] = 64,
     out: Annotated[

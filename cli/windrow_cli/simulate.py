@@ -316,7 +316,7 @@ def start(settings: dict[str, Any], options: list[str]) -> dict[str, Any]:
     try:
         result: dict[str, Any] = json.loads(answer)
     except ValueError:
-        raise WindrowError("".join(said[-20:]).strip() or "it ended without a word") from None
+        raise WindrowError("".join(said[-20:]).strip() or "it ended without output") from None
     if (error := error_of(result, user_error=code == 2)) is not None:
         raise error
     return result

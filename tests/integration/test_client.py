@@ -212,7 +212,7 @@ def windrow(capsys, kubeconfig, *words):
 def test_commands_take_the_namespace_of_their_context(talk, namespace, kubeconfig, capsys):
     talk.submit(JOB, namespace=namespace)
     assert (
-        windrow(capsys, kubeconfig, "suspend", "tone") == f"{namespace}/tone is to be suspended\n"
+        windrow(capsys, kubeconfig, "suspend", "tone") == f"{namespace}/tone will be suspended\n"
     )
     assert talk.get("tone", namespace=namespace).suspended
     windrow(capsys, kubeconfig, "resume", "tone")

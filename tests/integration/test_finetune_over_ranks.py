@@ -55,7 +55,7 @@ def test_other_ranks_end_with_the_first_one(folder):
         os.kill(worker, signal.SIGKILL)
         out, _ = process.communicate(timeout=240)
     wait_until(lambda: not is_running(other), "its end", seconds=60)
-    assert "the worker ended without a word" in json.loads(out)["message"]
+    assert "the worker ended without a report" in json.loads(out)["message"]
 
 
 @pytest.mark.extended
