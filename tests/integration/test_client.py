@@ -211,9 +211,7 @@ def windrow(capsys, kubeconfig, *words):
 
 def test_commands_take_the_namespace_of_their_context(talk, namespace, kubeconfig, capsys):
     talk.submit(JOB, namespace=namespace)
-    assert (
-        windrow(capsys, kubeconfig, "suspend", "tone") == f"{namespace}/tone will be suspended\n"
-    )
+    assert windrow(capsys, kubeconfig, "suspend", "tone") == f"{namespace}/tone will be suspended\n"
     assert talk.get("tone", namespace=namespace).suspended
     windrow(capsys, kubeconfig, "resume", "tone")
     assert not talk.get("tone", namespace=namespace).suspended
