@@ -10,7 +10,13 @@ import pytest
 from windrow.conditions import Reason
 from windrow_sidecar.compute import mps_across
 from windrow_sidecar.compute.mps import CONTROL, MpsDaemon
-from windrow_sidecar.compute.mps_across import APART, PIDS, Apart, try_across, try_decodes_daemon
+from windrow_sidecar.compute.mps_across import (
+    APART,
+    PIDS,
+    Separation,
+    try_across,
+    try_decodes_daemon,
+)
 from windrow_sidecar.compute.mps_joining import DaemonNote
 
 FAKE = Path(__file__).with_name("fake_mps_control.py")
@@ -44,8 +50,10 @@ def test_a_client_of_another_pid_namespace_is_named_and_its_work_ends_by_that_nu
 
 
 def test_what_a_container_may_not_have_apart_is_not_tried(daemon, monkeypatch):
-    refused = Apart("something", ("sh", "-c", "echo Operation not permitted >&2; exit 1", "sh"))
-    monkeypatch.setattr(mps_across, "APART", (refused, Apart("nothing", ("no-such-program",))))
+    refused = Separation(
+        "something", ("sh", "-c", "echo Operation not permitted >&2; exit 1", "sh")
+    )
+    monkeypatch.setattr(mps_across, "APART", (refused, Separation("nothing", ("no-such-program",))))
     first, second = try_across(daemon, None, LONG_S)
     assert (first.works, first.text) == (None, "not tried: Operation not permitted")
     assert second.works is None

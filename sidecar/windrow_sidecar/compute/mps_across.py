@@ -34,7 +34,7 @@ _SHARED_MEMORY = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class Separation:
     """One thing that containers may have apart.
 
     Attributes:
@@ -48,12 +48,12 @@ class Apart:
     user: int | None = None
 
 
-PIDS = Apart("PID namespace", ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"))
+PIDS = Separation("PID namespace", ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"))
 APART = (
     PIDS,
-    Apart("IPC namespace", ("unshare", "--ipc")),
-    Apart("/dev/shm", ("unshare", "--mount", "sh", "-c", _SHARED_MEMORY, "sh")),
-    Apart("user", user=_NOBODY),
+    Separation("IPC namespace", ("unshare", "--ipc")),
+    Separation("/dev/shm", ("unshare", "--mount", "sh", "-c", _SHARED_MEMORY, "sh")),
+    Separation("user", user=_NOBODY),
 )
 
 
@@ -104,13 +104,13 @@ def try_decodes_daemon(
     if lack := find_joining_lack(note, here):
         return Tried(what, works=False, text=f"{lack.text} ({lack.code})")
     shares = note.pid_namespace == pid_namespace()
-    with _client(note.environment, Apart(what), within_s) as found:
+    with _client(note.environment, Separation(what), within_s) as found:
         if isinstance(found, str):
             return Tried(what, works=False, text=found)
         return _known(what, daemon, found.pid, shares=shares)
 
 
-def _try(daemon: MpsDaemon, apart: Apart, meter: GpuMeter | None, within_s: float) -> Tried:
+def _try(daemon: MpsDaemon, apart: Separation, meter: GpuMeter | None, within_s: float) -> Tried:
     if why := _not_allowed(apart):
         return Tried(apart.what, works=None, text=why)
     pipes = [Path(folder) for folder in daemon.environment.values()]
@@ -154,7 +154,7 @@ def _counted(meter: GpuMeter | None, daemon: MpsDaemon, pid: int) -> str:
     return f"; NVML counts it as {whose}"
 
 
-def _not_allowed(apart: Apart) -> str:
+def _not_allowed(apart: Separation) -> str:
     """Say why this process cannot have that apart; "": it can."""
     try:
         done = subprocess.run(
@@ -174,7 +174,7 @@ def _not_allowed(apart: Apart) -> str:
 
 @contextmanager
 def _client(
-    environment: Mapping[str, str], apart: Apart, within_s: float
+    environment: Mapping[str, str], apart: Separation, within_s: float
 ) -> Iterator[_Client | str]:
     """Have a client until the block ends; a text: what kept the process from becoming one."""
     process = subprocess.Popen(
