@@ -32,7 +32,7 @@ FAKE = Path(__file__).with_name("fake_mps_control.py")
 FORMS = {**CASES, **WITHOUT_IMAGE}
 TEMPLATE = SidecarTemplate("10.0.0.1:8443", "PEM", "sidecar:1")
 # How the program behaves: what it does before it is the stand-in, how long decode may wait for it
-# (long where that must not matter), and why decode is no client then; none: it is one.
+# (long where that must not matter), and why decode is not a client then; none: it is one.
 LONG, SHORT = "60", "0.2"
 DAEMONS: dict[str, tuple[str, str, set[str]]] = {
     "works": ("", LONG, set()),
@@ -44,7 +44,7 @@ DAEMONS: dict[str, tuple[str, str, set[str]]] = {
         {Reason.MPS_CLIENT_HANGS, Reason.MPS_NOT_STARTED},
     ),
     "ends after its first answer": (
-        # The question is answered, then the daemon is told to quit; who comes next finds no pipe.
+        # The question is answered, then the daemon is asked to quit; the next one finds no pipe.
         f'[ "$1" = -f ] || {{ python3 -S {FAKE}; echo quit | python3 -S {FAKE}; exit 0; }}\n',
         LONG,
         # The latter where its process is still ending as it is looked at.

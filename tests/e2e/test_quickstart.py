@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.alone, pytest.mark.extended]
+pytestmark = [pytest.mark.paired, pytest.mark.extended]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "quickstart" / "laptop.md"
