@@ -41,11 +41,12 @@ EventKind = Literal[
     "STOPPED",
     "SUCCEEDED",
     "FAILED",
+    "REJECTED",
     "EVALUATED",
     "WARNED",
 ]
 # Kinds of events after which a job does nothing more.
-ENDS: Final[tuple[EventKind, ...]] = ("SUCCEEDED", "STOPPED", "FAILED")
+ENDS: Final[tuple[EventKind, ...]] = ("SUCCEEDED", "STOPPED", "FAILED", "REJECTED")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from windrow_sidecar.finetune.adapter import joint_linears
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
 from windrow_sidecar.finetune.adapter.joint_linears import refused
 from windrow_sidecar.finetune.engine.joint_stream import (
@@ -79,6 +82,12 @@ KINDS = {
         Recipe(steps=3, batch=6, seed=8, most_rows=2),
     ),
 }
+FOUR = tuple(KINDS)
+# As many rows of the same rank as the plain one.
+KINDS["twin"] = Kind(
+    {"rank": 4, "alpha": 3, "targetModules": "q_proj,up_proj,lm_head", "dropout": 0.2},
+    recipe=Recipe(steps=3, seed=4, rate=2e-3),
+)
 
 
 class Jobs:
@@ -188,11 +197,32 @@ def alone(architecture: str, name: str) -> tuple[dict, dict]:
     ids=["whole", "few rows", "windows"],
 )
 def test_each_of_four_jobs_learns_what_peft_learns_of_it_alone(max_tokens, sizing, together):
-    jobs = Jobs("Qwen2", tuple(KINDS), max_tokens, sizing)
+    jobs = Jobs("Qwen2", FOUR, max_tokens, sizing)
     jobs.run()
     assert max(map(len, jobs.together)) == together
-    for name in KINDS:
+    for name in FOUR:
         jobs.check(name)
+
+
+def test_jobs_of_one_rank_with_as_many_tokens_have_their_products_in_one_call(monkeypatch):
+    sizes = set()
+    alike = joint_linears._alike
+
+    def counted(parts):
+        runs = alike(parts)
+        sizes.add(tuple(map(len, runs)))
+        return runs
+
+    monkeypatch.setattr(joint_linears, "_alike", counted)
+    jobs = Jobs("Qwen2", ("plain", "twin", "queries"))
+    jobs.run(most=20)
+    with torch.no_grad():
+        next(iter(trainable(jobs.tuned["queries"]).values())).fill_(torch.nan)
+    jobs.run()
+    assert any(2 in runs for runs in sizes)
+    assert isinstance(jobs.failed.pop("queries"), NotFinite)
+    jobs.check("plain")
+    jobs.check("twin")
 
 
 def test_two_jobs_over_another_architecture_learn_what_peft_learns_of_each():
@@ -269,6 +299,21 @@ def test_a_job_that_leaves_in_the_middle_of_a_micro_batch_leaves_the_others_as_t
     assert jobs.members["queries"].stream.position == before
     jobs.check("plain")
     jobs.check("stabilised")
+
+
+def test_a_job_that_leaves_while_only_others_have_rows_on_their_way_is_let_go_of():
+    jobs = Jobs("Qwen2", ("plain", "queries"))
+    jobs.run(until=lambda t: t.phase is Phase.LOSS)
+    jobs.paused.add("queries")
+    jobs.run(until=lambda t: t.phase is Phase.FORWARD and t.layer == 0)
+    jobs.run(most=1)  # of a micro-batch without its rows
+    gone = weakref.ref(jobs.members["queries"].stream)
+    jobs.joint.leave(jobs.members.pop("queries"))
+    del jobs.tuned["queries"]
+    gc.collect()
+    assert gone() is None
+    jobs.run()
+    jobs.check("plain")
 
 
 def test_a_job_that_pauses_gives_its_rows_back_and_runs_them_later():

@@ -52,7 +52,8 @@ class HoldsMemory:
         self.other = allocator.allocate(100)  # buffers of the model
         self.movable = True
         self.device = torch.device("cpu")
-        self.tokens_to_begin = 0
+        self.tokens_to_begin = self.away_bytes = self.graph_bytes = 0
+        self.between_micro_batches = True
 
     def begin(self, n_bytes: int, graph_bytes: int = 0) -> None:
         self.activations = self._allocator.allocate(n_bytes)
@@ -79,16 +80,18 @@ class HoldsMemory:
 
     def offload(self, home, room_bytes: int) -> None:
         del home
+        if self.away_bytes:
+            return
         self.spill(room_bytes)
         if self.movable:
             self._allocator.free(self.state)
-            self.state = 0
+            self.state, self.away_bytes = 0, 6 * MIB
         self.log.append("out")
 
     def bring_back(self, home) -> None:
         del home
         if self.movable:
-            self.state = self._allocator.allocate(6 * MIB)
+            self.state, self.away_bytes = self._allocator.allocate(6 * MIB), 0
         self.log.append("in")
 
     def move_buffers(self, *, to_host: bool) -> None:
@@ -139,7 +142,8 @@ class Beside(LentAllocations):
 
     def load(self) -> HoldsMemory:
         job = HoldsMemory(self.allocator)
-        self.memory.serve(job, Budget(self.budget))
+        self.tenancy = self.memory.tenancy()
+        self.of_job = self.tenancy.serve(job, Budget(self.budget))
         return job
 
 
@@ -161,7 +165,7 @@ def test_what_is_free_is_what_is_lent_and_not_taken(beside):
     job = beside.load()
     assert beside.budget.used_bytes() == 8 * MIB  # a block of the small pool with it
     assert beside.budget.free_bytes() == 3 * 8 * MIB - 8 * MIB
-    beside.memory.release()
+    beside.of_job.release()
     assert job.log == ["drop"]
     job.close()
 
@@ -170,7 +174,7 @@ def test_a_chunk_that_is_empty_goes_back_and_the_job_is_not_touched(beside):
     beside.lend(3)
     job = beside.load()
     beside.decode.revoke(2)
-    beside.memory.settle()
+    beside.of_job.settle()
     assert beside.decode.draining(WORKER) == []
     assert len(beside.decode.held(WORKER)) == 1
     assert job.log == ["replan"]
@@ -239,9 +243,9 @@ class HoldsWorkspaces(HostDevice):
 def test_workspaces_of_libraries_leave_before_anything_of_the_job_is_moved(beside):
     beside.lend(3)
     job = beside.load()
-    device = beside.memory._device = HoldsWorkspaces(beside.allocator)
+    device = beside.memory.device = HoldsWorkspaces(beside.allocator)
     beside.decode.revoke(2)
-    beside.memory.settle()
+    beside.of_job.settle()
     assert beside.decode.draining(WORKER) == []
     assert not device.workspace
     assert job.log == ["replan"], "nothing of it was moved"
@@ -253,7 +257,7 @@ def test_activations_leave_first_and_adapter_and_moments_only_where_they_must(be
     job = beside.load()
     job.begin(10 * MIB)
     beside.decode.revoke(2)
-    beside.memory.settle()
+    beside.of_job.settle()
     assert beside.decode.draining(WORKER) == []
     assert job.log[0] == "spill"
     assert "out" not in job.log
@@ -265,7 +269,7 @@ def test_what_layers_can_compute_again_leaves_before_anything_is_copied(beside):
     job = beside.load()
     job.begin(6 * MIB, graph_bytes=10 * MIB)
     beside.decode.revoke(1)
-    beside.memory.settle()
+    beside.of_job.settle()
     assert beside.decode.draining(WORKER) == []
     assert job.log == ["forget", "replan"], "its boundaries stay where they are"
     job.close()
@@ -301,7 +305,7 @@ def test_copies_beside_the_tasklets_are_waited_for_before_more_is_moved(beside, 
     job.begin(10 * MIB)
     copies.fill(job.state, 6 * MIB)
     beside.decode.revoke(2)
-    beside.memory.settle()
+    beside.of_job.settle()
     assert beside.decode.draining(WORKER) == []
     assert job.log == ["spill", "replan"]
     copies.close()
@@ -313,20 +317,20 @@ def test_a_job_leaves_every_chunk_and_comes_back_when_there_is_room(beside, forw
     job = beside.load()
     home = beside.decode.held(WORKER)
     beside.decode.revoke(1)
-    beside.memory.settle()
+    beside.of_job.settle()
     assert beside.decode.draining(WORKER) == beside.decode.held(WORKER) == []
     assert (job.state, job.other) == (0, 0), "nothing is left on the device"
-    assert beside.memory.starving(forward)
-    assert beside.memory.chunks_for(0) >= 1, "what it needs is still asked for"
+    assert beside.of_job.starving(forward)
+    assert beside.tenancy.chunks_for(0) >= 1, "what it needs is still asked for"
     left = list(job.log)
     with pytest.raises(NoRoom):
-        beside.memory.restore()
+        beside.of_job.restore()
     assert job.log == left, "nothing of it has come back"
 
     beside.decode.take_kv()  # another chunk is lent next time
     beside.lend(1)
-    assert not beside.memory.starving(forward)
-    assert beside.memory.restore()
+    assert not beside.of_job.starving(forward)
+    assert beside.of_job.restore()
     assert job.state
     assert job.other
     assert job.log[-2:] == ["buffers back", "in"]
@@ -340,10 +344,10 @@ def test_what_cannot_be_left_ends_the_job_as_transient(beside):
     job.movable = False
     beside.decode.revoke(2)
     with pytest.raises(Transient, match="goes on from its checkpoint"):
-        beside.memory.settle()
+        beside.of_job.settle()
     assert job.log == ["spill", "spill", "out", "buffers out"]
     job.close()
-    beside.memory.release()
+    beside.of_job.release()
     assert beside.decode.draining(WORKER) == beside.decode.held(WORKER) == []
 
 
@@ -401,8 +405,11 @@ def test_a_slot_whose_torch_allocates_from_chunks_asks_for_memory_before_it_load
         assert noticed[0] is None
         assert "loading the model has not ended" in str(noticed[1])
         assert loaded_with == [4], "all that decode lends, before anything is loaded"
+        model = job.spec.model.model_copy(update={"revision": "other"})
+        spec = job.spec.model_copy(update={"model": model})
+        elsewhere = replace(job, name="other", uid="v", spec=spec)
         with pytest.raises(Transient, match="cannot carry other beside it"):
-            slot.rows_for(replace(job, name="other", uid="v"))
+            slot.rows_for(elsewhere)
         stream, memory, ran = context.session.stream, context.memory, 0
         while (tasklet := stream.peek()) is not None:
             memory.settle()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from worker_pod import Pod
 
 from benchmarks.torch_shim import NotBuilt, build_shim, environment_of
+from windrow_sidecar import _core
 
 HERE = Path(__file__).parent
 
@@ -62,3 +65,21 @@ def shim(standin: Path, tmp_path_factory) -> Shim:
     except subprocess.CalledProcessError as failed:
         pytest.fail(failed.stderr)
     return Shim(folder)
+
+
+@pytest.fixture
+def pod(shim, standin: Path, tmp_path_factory, request) -> Iterator[Pod]:
+    """Decode in this process over the stand-in; its workers have the shim, and compute.
+
+    A parameter says whether they are clients of MPS.
+    """
+    _core.use_libcuda(str(standin))
+    root = tmp_path_factory.mktemp("p")
+    environ = shim.environment(computes=True, WINDROW_SHIM_COUNTS=str(root / "counts"))
+    if getattr(request, "param", False):
+        (root / "control").touch()
+        environ |= {"CUDA_MPS_PIPE_DIRECTORY": str(root), "WINDROW_STANDIN_MPS": "1"}
+    pod = Pod(root, driver="cuda", environ=environ)
+    yield pod
+    pod.close()
+    _core.use_libcuda("libcuda.so.1")

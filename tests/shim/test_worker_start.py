@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from worker_pod import Pod, lend_what_is_wanted, until
+from worker_pod import Pod, lend_what_is_wanted, started_on_gpu, until
 
 from windrow.protocol import Ending
-from windrow_sidecar import _core
 
 SLOT = """
 import sys
@@ -214,33 +210,6 @@ print(shim.windrow_shim_orders() - before, bool((found[0]["sum/a"] == 1).all()))
     assert shim.run(WAITS + code, computes=True).split() == ["1", "True"]
 
 
-@pytest.fixture
-def pod(shim, standin: Path, tmp_path_factory, request) -> Iterator[Pod]:
-    """Decode in this process over the stand-in; its workers have the shim, and compute.
-
-    A parameter says whether they are clients of MPS.
-    """
-    _core.use_libcuda(str(standin))
-    root = tmp_path_factory.mktemp("p")
-    environ = shim.environment(computes=True, WINDROW_SHIM_COUNTS=str(root / "counts"))
-    if getattr(request, "param", False):
-        (root / "control").touch()
-        environ |= {"CUDA_MPS_PIPE_DIRECTORY": str(root), "WINDROW_STANDIN_MPS": "1"}
-    pod = Pod(root, driver="cuda", environ=environ)
-    yield pod
-    pod.close()
-    _core.use_libcuda("libcuda.so.1")
-
-
-def started(pod: Pod, **training) -> subprocess.Popen:
-    """A worker with everything that decode can lend."""
-    worker = pod.start(**training)
-    until(lambda: pod.decode.offer.job_epoch == 1, pod=pod, worker=worker)
-    pod.decode.go(units=132)
-    lend_what_is_wanted(pod, worker)
-    return worker
-
-
 def step_of(pod: Pod) -> int:
     return pod.agent.progress[-1].step if pod.agent.progress else 0
 
@@ -248,7 +217,7 @@ def step_of(pod: Pod) -> int:
 @pytest.mark.paired
 @pytest.mark.extended
 def test_a_job_learns_beside_decode_with_all_of_its_memory_in_lent_chunks(pod):
-    worker = started(pod)
+    worker = started_on_gpu(pod)
     until(lambda: worker.poll() is not None, pod=pod, within=120)
     assert worker.returncode == Ending.SUCCEEDED, pod.logs()
     assert "rule broken" not in pod.logs()
@@ -268,7 +237,7 @@ def test_a_job_learns_beside_decode_with_all_of_its_memory_in_lent_chunks(pod):
 @pytest.mark.paired
 @pytest.mark.extended
 def test_a_job_over_decodes_weights_leaves_every_chunk_and_goes_on_in_others(pod):
-    worker = started(pod, maxSteps=100_000)
+    worker = started_on_gpu(pod, maxSteps=100_000)
     until(lambda: step_of(pod) >= 2, pod=pod, worker=worker)
     arena = pod.decode.arena
     arena.revoke(arena.geometry.chunks)
@@ -284,7 +253,7 @@ def test_a_job_over_decodes_weights_leaves_every_chunk_and_goes_on_in_others(pod
 @pytest.mark.extended
 @pytest.mark.parametrize("pod", [True], indirect=True)
 def test_a_client_of_mps_computes_on_the_share_that_is_granted_and_on_the_whole(pod):
-    worker = started(pod, maxSteps=100_000)
+    worker = started_on_gpu(pod, maxSteps=100_000)
     pod.decode.go(units=64)
     until(lambda: step_of(pod) >= 1, pod=pod, worker=worker)
     at = step_of(pod)

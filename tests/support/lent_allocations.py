@@ -7,6 +7,7 @@ from pathlib import Path
 from windrow_sidecar._core import Arena, DeviceAllocator, Geometry
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.memory.allocated import AllocatedMemory
+from windrow_sidecar.finetune.offload.job_state import Home
 from windrow_sidecar.memory.allocator import LentBudget
 
 CHUNKS, BLOCK_BYTES = 6, 2 << 20
@@ -19,6 +20,7 @@ class LentAllocations:
         run_dir: a short path; the arena's socket goes there.
         owner: the worker's epoch.
         driver, layout: of the arena; a chunk has 8 MiB in either layout.
+        home: of what jobs offload (default: the host's memory, where nothing moves).
 
     Attributes:
         decode, worker: the arena as either side has it.
@@ -26,7 +28,13 @@ class LentAllocations:
     """
 
     def __init__(
-        self, run_dir: Path, owner: int, *, driver: str = "host", layout: str = "per-layer"
+        self,
+        run_dir: Path,
+        owner: int,
+        *,
+        driver: str = "host",
+        layout: str = "per-layer",
+        home: Home | None = None,
     ) -> None:
         geometry = Geometry(
             layers=2,
@@ -48,6 +56,7 @@ class LentAllocations:
             HostDevice(),
             chunk_bytes=geometry.chunk_bytes,
             host_free_bytes=lambda: 1 << 30,
+            home=home,
         )
 
     def lend(self, chunks: int) -> None:

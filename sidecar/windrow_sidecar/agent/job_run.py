@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 Event = attach_pb2.JobEvent
 Ask = attach_pb2.JobCommand
-_TERMINAL = (Event.STOPPED, Event.SUCCEEDED, Event.FAILED)
+_TERMINAL = (Event.STOPPED, Event.SUCCEEDED, Event.FAILED, Event.REJECTED)
 # The end of a process can be seen before what it last said has been read.
 _LAST_WORDS_S = 2.0
 

@@ -288,11 +288,10 @@ class AgentSlot:
     def max_jobs(self) -> int:
         """Return how many jobs over one base may run here at a time.
 
-        On a GPU one: what a job that is away leaves in lent memory is not counted yet. Over several
-        ranks one: they train a single job.
+        Over several ranks one: they train a single job.
         """
         hello = self.hello
-        several = hello is not None and hello.driver == "host" and hello.tensor_parallel <= 1
+        several = hello is not None and hello.tensor_parallel <= 1
         return self._settings.max_jobs if several else 1
 
     def _refuses_all(self) -> tuple[Reason, str] | None:

@@ -6,7 +6,7 @@ they are. They are the very modules of the job's own model, so gradients are lef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -111,12 +111,12 @@ class _JointLinear:
         rows = self._owners.tokens(x.shape[:-1].numel())
         ends = accumulate(rows)
         parts = [
-            _Part(slice(end - count, end), adapter)
+            _Part(end - count, end, adapter)
             for adapter, count, end in zip(adapters, rows, ends, strict=True)
             if adapter is not None
         ]
         learns = [parameter for part in parts for parameter in part.adapter.parameters]
-        added: Tensor = _Added.apply(made, x, parts, *learns)
+        added: Tensor = _Added.apply(made, x, _alike(parts), *learns)
         return added
 
 
@@ -130,6 +130,11 @@ class _LowRank:
         self._dropout: nn.Module | None = None if isinstance(dropout, nn.Identity) else dropout
         self.scale = float(layer.scaling[ADAPTER])
 
+    @property
+    def drops(self) -> bool:
+        """Whether it drops units in training."""
+        return self._dropout is not None
+
     def dropped(self, x: Tensor) -> Tensor:
         """Return `x`, [tokens, in], without the units that are dropped; of a gradient the same."""
         if self._dropout is None:
@@ -140,14 +145,71 @@ class _LowRank:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Tokens of a micro-batch, and the adapter of the job that has them."""
+    """Tokens [begin, end) of a micro-batch, and the adapter of the job that has them."""
 
-    tokens: slice
+    begin: int
+    end: int
     adapter: _LowRank
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Parts of one kind can have their products in one call."""
+        a, _ = self.adapter.parameters
+        return (self.end - self.begin, a.shape, a.dtype)
+
+
+class _Alike:
+    """Neighbouring parts with as many tokens each, of one rank: each product is one for all.
+
+    A batch of products, in which a job's numbers meet no other's: a NaN stays where it is. One by
+    one, four jobs queue four thin products where these queue one, and pay for each call.
+
+    Args:
+        parts: one at least.
+    """
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self._adapters = [part.adapter for part in parts]
+        self._tokens = slice(parts[0].begin, parts[-1].end)
+        self._shape = (len(parts), parts[0].end - parts[0].begin, -1)
+        self._scales = [adapter.scale for adapter in self._adapters]
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return a view of their tokens of `x`, [tokens, units]: [parts, tokens of each, units]."""
+        return x[self._tokens].view(self._shape)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """Return `x`, [parts, tokens, in], without the units that each job drops."""
+        if not any(adapter.drops for adapter in self._adapters):
+            return x
+        pairs = zip(self._adapters, x.unbind(), strict=True)
+        return torch.stack([adapter.dropped(of_part) for adapter, of_part in pairs])
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Multiply `x`, [parts, tokens, rank], by the scale of each; in place."""
+        if len(set(self._scales)) == 1:
+            return x.mul_(self._scales[0])
+        torch._foreach_mul_(list(x.unbind()), self._scales)
+        return x
+
+
+def _alike(parts: Sequence[_Part]) -> list[_Alike]:
+    """Return the parts in runs that have their products together, in their order."""
+    runs: list[list[_Part]] = []
+    for part in parts:
+        last = runs[-1][-1] if runs else None
+        if last is not None and last.end == part.begin and last.kind == part.kind:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return [_Alike(run) for run in runs]
 
 
 class _Added(torch.autograd.Function):
-    """made + scale * B(A(dropout(x))), by the tokens of each part.
+    """made + B(scale * A(dropout(x))), by the tokens of each part.
 
     One function for all parts, and sums in place: as many of torch's own ones, with a copy of all
     rows at their end, took a tenth of a layer of 256 tokens.
@@ -158,41 +220,57 @@ class _Added(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401
         made: Tensor,
         x: Tensor,
-        parts: Sequence[_Part],
+        runs: Sequence[_Alike],
         *learns: Tensor,
     ) -> Tensor:
         ctx.mark_dirty(made)
-        ctx.parts = parts
+        ctx.runs = runs
         read, sums, narrow = _flat(x), made.view(-1, made.shape[-1]), []
-        for n, part in enumerate(parts):
-            a, b = learns[2 * n], learns[2 * n + 1]
-            dropped = part.adapter.dropped(read[part.tokens].to(a.dtype))
-            narrow.append(dropped @ a.T)
-            into = sums[part.tokens]
+        for run, a, b in _matrices(runs, learns):
+            dropped = run.dropped(run.of(read).to(a.dtype))
+            narrow.append(run.scaled(torch.bmm(dropped, a.mT)))
+            into = run.of(sums)
             if into.dtype == b.dtype:
-                into.addmm_(narrow[-1], b.T, alpha=part.adapter.scale)
+                into.baddbmm_(narrow[-1], b.mT)
             else:  # as peft: added in the wider type
-                into.copy_(torch.addmm(into.to(b.dtype), narrow[-1], b.T, alpha=part.adapter.scale))
+                into.copy_(torch.baddbmm(into.to(b.dtype), narrow[-1], b.mT))
         ctx.save_for_backward(x, *narrow, *learns)
         return made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         x, *kept = ctx.saved_tensors
-        narrow, learns = kept[: len(ctx.parts)], kept[len(ctx.parts) :]
+        narrow, learns = kept[: len(ctx.runs)], kept[len(ctx.runs) :]
         read, come = _flat(x), _flat(gradient)
         wants_x = ctx.needs_input_grad[1]
         back = read.new_zeros(read.shape) if wants_x else None
         found: list[Tensor] = []
-        for n, part in enumerate(ctx.parts):
-            a, b = learns[2 * n], learns[2 * n + 1]
-            of_part = come[part.tokens].to(b.dtype)
-            down = (of_part @ b).mul_(part.adapter.scale)
-            dropped = part.adapter.dropped(read[part.tokens].to(a.dtype))
-            found += [down.T @ dropped, (of_part.T @ narrow[n]).mul_(part.adapter.scale)]
+        for (run, a, b), up in zip(_matrices(ctx.runs, learns), narrow, strict=True):
+            of_run = run.of(come).to(b.dtype)
+            down = run.scaled(torch.bmm(of_run, b))
+            dropped = run.dropped(run.of(read).to(a.dtype))
+            of_a, of_b = torch.bmm(down.mT, dropped), torch.bmm(of_run.mT, up)
+            for of_part in zip(of_a.unbind(), of_b.unbind(), strict=True):
+                found += of_part
             if back is not None:
-                back[part.tokens] = part.adapter.dropped(down @ a).to(back.dtype)
+                run.of(back).copy_(run.dropped(torch.bmm(down, a)))
         return gradient, None if back is None else back.view(x.shape), None, *found
+
+
+def _matrices(
+    runs: Sequence[_Alike], learns: Sequence[Tensor]
+) -> Iterator[tuple[_Alike, Tensor, Tensor]]:
+    """Yield each run with its A, [parts, rank, in], and B, [parts, out, rank]."""
+    at = 0
+    for run in runs:
+        end = at + 2 * len(run)
+        yield run, _stacked(learns[at:end:2]), _stacked(learns[at + 1 : end : 2])
+        at = end
+
+
+def _stacked(matrices: Sequence[Tensor]) -> Tensor:
+    """Return [parts, ...] of matrices [...]: of one a view, of several copies, which are thin."""
+    return matrices[0][None] if len(matrices) == 1 else torch.stack(list(matrices))
 
 
 def _flat(x: Tensor) -> Tensor:

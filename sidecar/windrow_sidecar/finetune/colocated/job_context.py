@@ -52,10 +52,10 @@ class JobContext:
             longest=lambda: self.session.longest_row,
             most=job.spec.training.batch_size,
         )
-        self._pace = TaskletPace(shared, rows_of_pace, base.in_turns)
+        self._tenancy = shared.memory.tenancy()
+        self._pace = TaskletPace(shared, self._tenancy, rows_of_pace, base.in_turns)
         slot_device = shared.slot_device
         suspension = Suspension(shared.gate, job_state.stall, self._give_up)
-        self._tenancy = shared.memory.tenancy()
         with job_state.stall.during(READING if rows is None else ATTACHING):
             self.session: TrainingSession = open_session(
                 job,

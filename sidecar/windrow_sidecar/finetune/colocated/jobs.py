@@ -22,6 +22,7 @@ from windrow.errors import UserError
 from windrow.eventlog import EventLog
 from windrow.protocol import Ending, WorkerEvent
 from windrow.rundir import RunDir
+from windrow_sidecar.compute.host_device import out_of_memory
 from windrow_sidecar.finetune.colocated.agent_link import JobAgentLink, JobLink, worker_hello
 from windrow_sidecar.finetune.colocated.job_context import JobContext
 from windrow_sidecar.finetune.colocated.job_logs import JobLogs
@@ -34,7 +35,7 @@ from windrow_sidecar.finetune.data.remote import Credentials
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
 from windrow_sidecar.finetune.job.bucket import open_folder
-from windrow_sidecar.finetune.job.failures import failure
+from windrow_sidecar.finetune.job.failures import Crowded, failure
 from windrow_sidecar.finetune.job.job_handle import JobHandle
 from windrow_sidecar.finetune.job.joint_turns import JointTurns
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
@@ -353,6 +354,7 @@ class WorkerJobs:
             joined=job_state.join,
             apart=context.apart,
             activation_budget=context.activation_budget,
+            program=stream.parts.stack.program,
         )
 
     def _turn_of(self, pending: PendingJob) -> Callable[[], None]:
@@ -425,7 +427,9 @@ class WorkerJobs:
 
 
 def crowded(error: Exception) -> Exception:
-    """Make out-of-memory beside other jobs a transient error: another slot may have room."""
-    if isinstance(error, UserError) and error.reason == Reason.OUT_OF_MEMORY:
-        return MemoryError(f"beside other jobs of this worker: {error}")
+    """Make out-of-memory beside other jobs no failure of this one: there is no room here now."""
+    if out_of_memory(error) or (
+        isinstance(error, UserError) and error.reason == Reason.OUT_OF_MEMORY
+    ):
+        return Crowded(f"there is no room for it beside other jobs of this worker: {error}")
     return error

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from windrow_sidecar.finetune.colocated.job_context import JobContext
 from windrow_sidecar.finetune.colocated.pace import RowsOfPace, Shared, TaskletPace
 from windrow_sidecar.finetune.engine.suspension import Suspension
+from windrow_sidecar.finetune.job.job_handle import JobHandle
 from windrow_sidecar.finetune.job.joint_turns import (
     JointRuntime,
     JointTurns,
@@ -43,7 +44,7 @@ class JointContext:
             longest=lambda: max(one.session.longest_row for one in self._joined()),
             most=1,
         )
-        self._pace = TaskletPace(shared, rows)
+        self._pace = TaskletPace(shared, self._tenancy, rows)
         runtime = JointRuntime(
             self._tenancy.boundaries,
             self._pace.limits,
@@ -59,6 +60,7 @@ class JointContext:
         self.turns = JointTurns(
             *(self._stream, self.memory, budget, shared.gate, watch),
             expected_s=lambda tasklet: shared.estimates.expected_s(tasklet, weights),
+            fits_alone=self._fits_alone if shared.memory.holds_all else lambda job: False,
         )
 
     @property
@@ -86,6 +88,12 @@ class JointContext:
     def _micro_batch_tokens(self, most: int) -> int:
         """Return the padded tokens of a micro-batch that may have at most so many."""
         return min(most, sum(one.session.micro_batch_tokens(most) for one in self._joined()))
+
+    @staticmethod
+    def _fits_alone(job: JobHandle) -> bool:
+        """Return whether memory has room for a job's state and its longest row."""
+        budget = job.activation_budget
+        return budget is not None and budget.fits(budget.longest, job.stream.away_bytes)
 
     def _give_up(self) -> bool:
         """Return whether a layer that is held up in its middle should be given up."""

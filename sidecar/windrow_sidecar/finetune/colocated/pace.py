@@ -16,7 +16,7 @@ from windrow_sidecar.finetune.engine.sizing import (
     micro_batches_a_visit,
     most_that_fit,
 )
-from windrow_sidecar.finetune.memory.slot_memory import SlotMemory
+from windrow_sidecar.finetune.memory.slot_memory import SlotMemory, Tenancy
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
 from windrow_sidecar.finetune.tasklets import MicroLimits
 from windrow_sidecar.qos.view import Grant, Phase
@@ -66,6 +66,7 @@ class TaskletPace:
 
     Args:
         shared: by the jobs of the worker.
+        tenancy: part of the memory that the groups are in.
         rows: whose sizes.
         frozen: layers that take turns in memory; None: they do not.
 
@@ -76,10 +77,12 @@ class TaskletPace:
     def __init__(
         self,
         shared: Shared,
+        tenancy: Tenancy,
         rows: RowsOfPace,
         frozen: FrozenLayers | StreamedLayers | None = None,
     ) -> None:
-        self._shared, self._rows, self._frozen = shared, rows, frozen
+        self._shared, self._tenancy = shared, tenancy
+        self._rows, self._frozen = rows, frozen
         self.wanted_chunks = 0
         self._sized: Paced | None = None
         self._sized_for: Grant | None = None
@@ -92,7 +95,7 @@ class TaskletPace:
         together = micro_batches_a_visit(
             self._frozen, self._shared.estimates, of_each, self._rows.most
         )
-        wanted = memory.chunks_for(max(of_each, self._rows.longest()), together)
+        wanted = self._tenancy.chunks_for(max(of_each, self._rows.longest()), together)
         # Never less than before: a wish that trembles would move chunks to and fro.
         self.wanted_chunks = max(wanted, self.wanted_chunks)
         memory.groups_want(self.wanted_chunks)

@@ -58,6 +58,8 @@ log = logging.getLogger(__name__)
 _ANOTHER_MODEL = "decode serves another model than %s: it is loaded beside it"
 # Decode plans what it lends every 20 ms; what has not come after so long does not come soon.
 LENDING_SETTLES_S = 0.5
+# After so long without the room that a further job needs it is not put beside the others.
+ROOM_WITHIN_S = 10.0
 # A job that has waited so long for its first chunk says so.
 TELL_OF_WAIT_S = 10.0
 
@@ -200,9 +202,10 @@ class WorkerSlot:
         assert self._base is not None
         self._step_aside()
         try:
+            self._prepare(job_state)
             return self._context(job, shallow_clone(self._base), job_state, rows)
         finally:
-            self._offers = True
+            self._offers, self._wanted_for_loading = True, 0
 
     def join_rows(self) -> JointTurns:
         """Return what runs jobs whose rows pass together; decode has all of the device meanwhile.
@@ -212,14 +215,17 @@ class WorkerSlot:
         assert self._base is not None
         self._step_aside()
         try:
+            self._prepare(None)
             base = shallow_clone(self._base)
             self._joint = JointContext(base, self._shared(), lambda: self._contexts)
             return self._joint.turns
         finally:
-            self._offers = True
+            self._offers, self._wanted_for_loading = True, 0
 
     def idle(self) -> bool:
         """Wait a moment when no job trains; False: decode is gone."""
+        if self._memory is not None and self._memory.holds_all:
+            self._memory.settle()
         self.gate.quiet(None)
         self.gate.wait()
         return not self.gate.decode_gone()
@@ -249,14 +255,49 @@ class WorkerSlot:
         return not asking.is_alive()
 
     def _step_aside(self) -> None:
-        """Hold nothing and offer nothing, on the one core that decode needs least.
+        """Offer nothing, on the one core, or the fewest SMs, that decode needs least.
 
-        Attaching is no tasklet: it has no bound, and no chunk comes back in it.
+        Attaching is no tasklet: it has no bound, and no chunk comes back in it. So nothing is held,
+        but where all that torch allocates is in chunks: a job is attached in those that are there.
         """
         assert self._memory is not None
-        self._withdraw()
-        self._memory.give_all_back()
+        if self._memory.holds_all:
+            self.gate.quiet(None)
+        else:
+            self._withdraw()
+            self._memory.give_all_back()
         self._slot_device.partition.activate(self._slot_device.partition.levels()[0])
+
+    def _prepare(self, job_state: JobState | None) -> None:
+        """Have room for what a job, or the joint tree, is made of, where chunks hold all.
+
+        Of `job_state` the end may be asked for meanwhile.
+
+        Raises:
+            MemoryError: decode has lent too little for long.
+            Transient: it asks for memory that cannot be left.
+        """
+        memory = self._slot_device.memory
+        if memory is None:
+            return
+        states = [one.activation_budget.memory_model.state_bytes for one in self._contexts]
+        # Of the largest job that is here, of which gradients are two adapters: five are all of it.
+        needed = 3 * max(states, default=0)
+        self._wanted_for_loading = memory.chunks_that_hold(memory.budget.used_bytes() + needed, 0)
+        began_s = time.monotonic()
+        while True:
+            memory.settle()
+            free = memory.budget.free_bytes()
+            if free and free >= needed:
+                break
+            stops = job_state is not None and job_state.stop_asked
+            if stops or time.monotonic() - began_s > ROOM_WITHIN_S or self.gate.decode_gone():
+                raise MemoryError(
+                    f"decode lends no room to put the job beside others: {free} bytes are free"
+                )
+            self.gate.quiet(None)
+            self.gate.wait()
+        memory.prepare()
 
     def _withdraw(self) -> None:
         """Want no chunk any more, which decode sees; only then does it lend none after the last."""
@@ -282,6 +323,8 @@ class WorkerSlot:
             self._residents = Residents(self._base.frozen)
         if (allocated := self._slot_device.memory) is not None:
             allocated.residents = self._residents
+            if not self._is_alone(job):
+                allocated.share(self._base.model)
         elif self._group is not None:
             self._memory = self._group.memory(self._arena, self._base)
         else:
@@ -340,7 +383,7 @@ class WorkerSlot:
         if not self._offers:
             return OfferFacts(job_epoch=0)
         held = self._memory.held_chunks if self._memory else 0
-        wanted = 0 if self._contexts else self._wanted_for_loading
+        wanted = self._wanted_for_loading
         done = self._tokens_of_left
         joint = self._joint if self._joint is not None and self._joint.turns.jobs else None
         joint_turn = joint is not None and joint.has_turn

@@ -96,6 +96,8 @@ class JointStream:
     Attributes:
         stack: the base's layers.
         members: jobs that take part; may be changed by `join` and `leave` only.
+        let_go: whether the last reference to a job that has left went with a micro-batch, since
+            somebody has set it to False.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class JointStream:
         self.stack, self._boundaries = stack, boundaries
         self._limits, self._sizing, self._keep_for = limits, sizing, keep_for
         self.members: list[Member] = []
+        self.let_go = False
         self._linears = JointLinears(stack.model)
         self._own_heads: set[Member] = set()  # whose head is not the base's
         self._group: JointGroup | None = None
@@ -132,13 +135,24 @@ class JointStream:
         self._own_heads.discard(member)
         if self._acts is member:
             self._acts = None
-        if self._group is None:
+        on_its_way = () if self._group is None else self._group.parts
+        if not any(part.key is member for part in on_its_way):  # else with the micro-batch
             self._linears.remove(member)
 
     @property
     def device(self) -> torch.device:
         """Device on which the jobs train."""
         return self.stack.device
+
+    @property
+    def away_bytes(self) -> int:
+        """Bytes of the jobs' states that are on the host and `bring_back` would bring."""
+        return sum(member.stream.away_bytes for member in self.members)
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of lent memory that CUDA graphs of jobs' own layers have, less the driver's."""
+        return sum(member.stream.graph_bytes for member in self.members)
 
     @property
     def between_micro_batches(self) -> bool:
@@ -305,6 +319,8 @@ class JointStream:
         able = [one for one in self._able() if one.stream.lengths_to_train()]
         if not able:
             return
+        for one in self.members:
+            one.stream.forget()  # of graphs that its own evaluations ran by, memory is left
         takes = fair_rows(
             [
                 Offered(one.stream.lengths_to_train(), one.had(), one.weight, one.stream.most_rows)
@@ -375,6 +391,7 @@ class JointStream:
                 part.key.stream.forget_gradients()
             else:
                 self._linears.remove(part.key)
+                self.let_go = True
 
 
 @dataclass(frozen=True, slots=True)

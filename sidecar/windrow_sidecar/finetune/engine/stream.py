@@ -101,7 +101,7 @@ class TaskletStream:
             policy=policy,
             references=self._references,
         )
-        self._tokens_seen = 0
+        self._tokens_seen = self._away_bytes = 0
         self._batch_group: MicroBatchGroup | None = None
 
     @property
@@ -138,6 +138,18 @@ class TaskletStream:
     def device(self) -> torch.device:
         """Device on which the adapter is now."""
         return self._optimizer.device
+
+    @property
+    def away_bytes(self) -> int:
+        """Bytes that `offload` has moved to the host, and `bring_back` would bring; 0: none."""
+        return self._away_bytes
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of lent memory that CUDA graphs have, less what the driver takes for them."""
+        if (graphs := self.parts.stack.graphs) is None:
+            return 0
+        return graphs.backed_bytes - max(graphs.driver_bytes, graphs.expected_bytes)
 
     @property
     def between_micro_batches(self) -> bool:
@@ -320,17 +332,29 @@ class TaskletStream:
         """Move what changes with training to the host (see `offload.job_state`, `spill`).
 
         Of a group on its way, keys and values of windows and one gradient stay where they are.
+        Twice is once.
         """
+        if self._away_bytes:
+            return
         self.spill(room_bytes)
         if self.parts.stack.graphs is not None:
             self.parts.stack.graphs.drop()  # gradients have a place in them
-        self._optimizer.move(home.out)
+        moved: list[int] = []
+
+        def out(tensor: Tensor) -> Tensor:
+            moved.append(tensor.nbytes)
+            return home.out(tensor)
+
+        self._optimizer.move(out)
         home.settle()
+        self._away_bytes = sum(moved)
 
     def bring_back(self, home: Home) -> None:
         """Take back what `offload` has moved; between the two nothing may run."""
-        self._optimizer.move(home.back)
-        home.settle()
+        if self._away_bytes:
+            self._optimizer.move(home.back)
+            home.settle()
+            self._away_bytes = 0
 
     def move_buffers(self, *, to_host: bool) -> None:
         """Leave nothing on the device but the base's parameters, or come back; see `offload`.

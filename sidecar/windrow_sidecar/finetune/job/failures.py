@@ -18,6 +18,10 @@ from windrow_sidecar.finetune.training.health import Unhealthy
 from windrow_sidecar.finetune.training.optimizer import NotFinite
 
 
+class Crowded(MemoryError):
+    """A job finds no room beside others of its worker; no fault of its own."""
+
+
 def failure(error: Exception, checkpoint: str | None) -> tuple[WorkerEvent, Ending]:
     """Return the event that reports an error, without signatures of URLs, and how the worker ends.
 
@@ -47,6 +51,8 @@ def _failure(error: Exception, checkpoint: str | None) -> tuple[WorkerEvent, End
     kept = f"; the last good checkpoint is {checkpoint}" if checkpoint else ""
     if checkpoint == "":
         kept = "; no checkpoint yet, so the next attempt begins at step 0"
+    if isinstance(error, Crowded):
+        return WorkerEvent("REJECTED", Reason.OUT_OF_MEMORY, str(error)), Ending.FAILED
     if isinstance(error, OSError) and is_disk_full(error):
         detail = f"{no_room(error)}{kept}"
         return WorkerEvent("FAILED", Reason.DISK_FULL, detail), Ending.FAILED

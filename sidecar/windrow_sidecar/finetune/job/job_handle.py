@@ -34,8 +34,8 @@ def _nothing() -> None:
     pass
 
 
-def _ignore(_: int) -> None:
-    pass
+def _ignore(others: int, why: str) -> None:
+    del others, why
 
 
 @dataclass(eq=False, slots=True)
@@ -50,9 +50,11 @@ class JobHandle:
         weight: of its share.
         head_start: tokens that count as had already.
         acts: called before it does anything.
-        joined: called with the number of other jobs whose rows pass beside its own, as it changes.
+        joined: called as it changes with the number of other jobs whose rows pass beside its own,
+            and, where there are none, why it has turns of its own; "": it has the worker alone.
         apart: why its rows cannot pass beside those of others; "": they can.
         activation_budget: what its groups take; needed where its rows can be joined.
+        program: that its own layers run by (see `layer_programs`); joint ones run eagerly.
     """
 
     name: str
@@ -64,9 +66,10 @@ class JobHandle:
     weight: float = 1.0
     head_start: int = 0
     acts: Callable[[], None] = _nothing
-    joined: Callable[[int], None] = _ignore
+    joined: Callable[[int, str], None] = _ignore
     apart: str = NOT_LOOKED_AT
     activation_budget: ActivationBudget | None = None
+    program: str = "eager"
 
     @property
     def told_to_pause(self) -> bool:

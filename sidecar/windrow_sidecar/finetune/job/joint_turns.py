@@ -131,6 +131,7 @@ class JointTurns:
         gate: of the device.
         watch: over what runs; begun and ended here.
         expected_s: how long a tasklet is expected to take; None: nobody knows.
+        fits_alone: whether there is room for one of the jobs, what it has on the host included.
 
     Attributes:
         stream, memory: as given.
@@ -148,7 +149,9 @@ class JointTurns:
         watch: JointWatch,
         *,
         expected_s: Callable[[Tasklet], float | None] = lambda tasklet: None,
+        fits_alone: Callable[[JobHandle], bool] = lambda job: False,
     ) -> None:
+        self._fits_alone = fits_alone
         self.stream, self.memory, self._budget = stream, memory, budget
         self._gate, self._watch, self._expected_s = gate, watch, expected_s
         self.jobs: list[JobHandle] = []
@@ -175,13 +178,24 @@ class JointTurns:
     def leave(self, job: JobHandle) -> None:
         """Let a job go, wherever the micro-batch on its way is."""
         self.jobs.remove(job)
-        self.stream.leave(self._members.pop(job))
+        member = self._members.pop(job)
+        self.stream.leave(member)
+        self._launched = deque(
+            (tasklet, [part for part in parts if part.member is not member])
+            for tasklet, parts in self._launched
+        )
         self._follow()
 
     def _follow(self) -> None:
         budgets = [job.activation_budget for job in self.jobs if job.activation_budget]
         if budgets:
             self._budget.follow(budgets)
+
+    def crowded(self) -> bool:
+        """Return whether there is no room for what all of them have on the host, and for one's."""
+        if not (self.starving and self.stream.away_bytes):
+            return False
+        return any(map(self._fits_alone, self.jobs))
 
     @property
     def told_to_pause(self) -> bool:
@@ -291,9 +305,8 @@ class JointTurns:
             else:
                 continue  # of a turn before
             for part in parts:
-                job = next((one for one, m in self._members.items() if m is part.member), None)
-                if job is not None:
-                    job.runner.took_part(replace(ran, tasklet=part.tasklet), part.share)
+                of_job = replace(ran, tasklet=part.tasklet)
+                self._job_of(part.member).runner.took_part(of_job, part.share)
 
     def _job_of(self, member: Member) -> JobHandle:
         return next(job for job, one in self._members.items() if one is member)

@@ -49,6 +49,7 @@ class JobState:
     held_chunks: int = 0
     tokens_restored: int = 0  # real tokens of steps that were done before this process
     joined_with: int = 0  # other jobs whose rows pass in the same tasklets
+    apart: str = ""  # why it has turns of its own beside others; "": it is joined, or alone
     # Of a GPU with decode: the mode, why it is so, and that as a reason of a condition.
     sharing: tuple[str, str, str] = ("", "", "")
     stall: StallWatch = field(default_factory=StallWatch)
@@ -58,9 +59,12 @@ class JobState:
         """The last good one, "" where there is none; None: nobody has looked for it yet."""
         return self.progress.checkpoint_path if self.progress.total_steps else None
 
-    def join(self, others: int) -> None:
-        """Note beside how many other jobs its rows pass; 0: they have turns of their own."""
-        self.joined_with = others
+    def join(self, others: int, why: str) -> None:
+        """Note beside how many other jobs its rows pass; 0: they have turns of their own.
+
+        `why`: they have, where there are others in the worker.
+        """
+        self.joined_with, self.apart = others, why
 
     def report(self) -> JobProgress:
         """Progress as of now."""

@@ -31,6 +31,12 @@ Occupant = JobHandle | JointTurns
 Arrival = Callable[[], JobHandle | None]  # makes a job join; None: it has ended, which is reported
 
 
+def _bring(to: Occupant) -> None:
+    """Bring an occupant's state to the device; where there is no room, before its first tasklet."""
+    with suppress(NoRoom):
+        to.memory.restore()
+
+
 def _nobody() -> Arrival | None:
     return None
 
@@ -58,24 +64,41 @@ class JobMultiplexer:
         self._live, self._arrivals, self._clock = list(jobs), arrivals, clock
         self._make_joint = joint
         self._joint: JointTurns | None = None
-        self._told: dict[JobHandle, int] = {}  # with how many others each is joined
+        self._told: dict[JobHandle, tuple[int, str]] = {}  # with how many others each is joined
+        self._most: int | None = None  # jobs that are joined; None: as many as can be
+        self._most_until_s = 0.0
         self._now: Occupant | None = None
         self._starved: set[Occupant] = set()  # held up for memory since another had a turn
         self._turn_began_s = self._switch_s = 0.0
+        self._one_ended = False
 
     def run(self) -> None:
         """Run all; an error of one ends that one."""
         for job in tuple(self._live):
             self._begin(job)
         self._admit()
+        self._let_go()
         while self._live:
-            # Those that wait hear of signals and commands as soon as the one that runs.
-            for job in tuple(self._live):
-                self._act(job, job.runner.obey)
-            self._join()
-            if (chosen := self._whose_turn()) is not None:
-                self._turn(chosen)
-            self._admit()
+            self._cycle()
+            self._let_go()
+
+    def _cycle(self) -> None:
+        # Those that wait hear of signals and commands as soon as the one that runs.
+        for job in tuple(self._live):
+            self._act(job, job.runner.obey)
+        self._join()
+        if (chosen := self._whose_turn()) is not None:
+            self._turn(chosen)
+        self._admit()
+
+    def _let_go(self) -> None:
+        """Free what jobs that have ended leave; here no frame refers to one of them any more."""
+        joint = self._joint.stream if self._joint is not None else None
+        if self._one_ended or (joint is not None and joint.let_go):
+            self._one_ended = False
+            if joint is not None:
+                joint.let_go = False
+            settle_heap()
 
     def _turn(self, chosen: Occupant) -> None:
         """Let a job, or those that are joined, run a tasklet, or wait where none may run."""
@@ -98,28 +121,50 @@ class JobMultiplexer:
         if self._joint is not None and self._joint.broken:
             self._make_joint, can = None, []
         else:
-            can = [job for job in self._live if not job.apart]
+            can = [job for job in self._live if not job.apart][: self._bound(were)]
         together = can if len(can) > 1 else []
         if together != were:
             self._form(were, together)
         self._tell_joined()
 
+    def _bound(self, joined: Sequence[JobHandle]) -> int | None:
+        """Return how many jobs may be joined now; None: any number.
+
+        One less than before where memory has no room for the states of all of them and would have
+        for those of one; more are tried again after a while, and when a job comes or ends.
+        """
+        if self._joint is not None and self._joint.crowded():
+            self._bind(len(joined) - 1)
+            log.info("no room for the adapters and moments of %d joined jobs", len(joined))
+        if self._most is not None and self._clock() >= self._most_until_s:
+            self._most = None
+        return self._most
+
+    def _bind(self, most: int) -> None:
+        self._most, self._most_until_s = most, self._clock() + TRIED_AGAIN_AFTER_S
+
     def _form(self, were: Sequence[JobHandle], together: Sequence[JobHandle]) -> None:
         """Have other jobs than before be joined; none: each has turns of its own."""
         self._leave()
         if self._joint is None and self._make_joint is not None:
-            self._joint = self._make_joint()
+            try:
+                self._joint = self._make_joint()
+            except Exception:
+                # Each can do without: memory was short, or the model cannot be called so.
+                log.exception("jobs cannot be joined; they go on in turns of their own")
+                self._bind(1)
+                return
         assert self._joint is not None
-        self._joint.memory.restore()
+        _bring(self._joint)
         for job in were:
             if job not in together:
                 self._joint.leave(job)
                 job.memory.offload()
         for job in together:
             if job not in were:
-                job.memory.restore()
+                _bring(job)
                 self._joint.join(job)
-        self._joint.memory.restore()
+        _bring(self._joint)
         self._now = self._joint
         if not together:
             self._leave()
@@ -129,19 +174,32 @@ class JobMultiplexer:
         """Say in each job's log how its rows pass, where that has changed; no other is named."""
         together = self._joint.jobs if self._joint is not None else []
         more = len(together) - 1
-        said = {job: more if job in together else 0 for job in self._live}
-        for job, others in said.items():
-            if self._told.get(job, 0) != others:
-                job.joined(others)
-            if len(self._live) < 2 or self._told.get(job) == others:
+        said = {
+            job: (more, "") if job in together else (0, self._why_apart(job)) for job in self._live
+        }
+        for job, (others, why) in said.items():
+            if self._told.get(job, (0, "")) == (others, why):
                 continue
+            job.joined(others, why)
             job.acts()
             if others:
                 how = f"pass in the same tasklets as those of {others} more"
+                if job.program != "eager":
+                    how += f", by layers that run eagerly: {job.program} ones take one job's rows"
             else:
-                how = f"have turns of their own: {job.apart or 'no other job can be joined'}"
+                how = f"have turns of their own: {why}" if why else "have the worker alone"
             log.info("rows of %s %s", job.name, how)
         self._told = said
+
+    def _why_apart(self, job: JobHandle) -> str:
+        """Return why a job that is not joined has turns of its own; "": nobody else is there."""
+        if len(self._live) < 2:
+            return ""
+        if job.apart:
+            return job.apart
+        if self._most is not None:
+            return "no room for the adapters and moments of more joined jobs"
+        return "no other job can be joined"
 
     def _admit(self) -> None:
         """Take those that have come; nobody is on the device while they are attached."""
@@ -150,6 +208,7 @@ class JobMultiplexer:
             if (job := arrival()) is not None:
                 job.head_start = fair_start(job.weight, [one.share() for one in self._live])
                 self._live.append(job)
+                self._most = None
                 self._begin(job)
 
     def _begin(self, job: JobHandle) -> None:
@@ -202,8 +261,7 @@ class JobMultiplexer:
         began_s = self._clock()
         self._leave()
         to.acts()
-        with suppress(NoRoom):  # it comes back before its first tasklet, where that has room
-            to.memory.restore()
+        _bring(to)
         self._now, self._turn_began_s = to, self._clock()
         self._switch_s = self._turn_began_s - began_s
 
@@ -226,13 +284,13 @@ class JobMultiplexer:
         if ending is not None:
             self._live.remove(job)
             self._starved.discard(job)
+            self._told.pop(job, None)
+            self._most, self._one_ended = None, True
             if self._joint is not None and job in self._joint.jobs:
                 self._joint.leave(job)
             self._now = None if self._now is job else self._now
             job.memory.release()
             job.ended(ending)
-            del job
-            settle_heap()
 
 
 def worst(endings: Iterable[Ending]) -> Ending:
@@ -248,6 +306,8 @@ def worst(endings: Iterable[Ending]) -> Ending:
     return min(endings, key=order.index)
 
 
+# After so long more jobs are joined again than memory had room for.
+TRIED_AGAIN_AFTER_S = 120.0
 # A turn lasts so many times as long as the switch that began it took: switching costs 5% at most.
 TURN_PER_SWITCH = 20.0
 

@@ -74,7 +74,7 @@ class LentBoundaries:
         wanted_by_groups: chunks that groups of any job have asked for; layers get none of them.
     """
 
-    one_job = False
+    one_job = holds_all = False
 
     def __init__(
         self,
@@ -239,6 +239,10 @@ class TenantBoundaries:
     def boundaries(self) -> TenantBoundaries:
         """Return what holds the job's boundaries: this."""
         return self
+
+    def chunks_for(self, tokens: int, micro_batches: int = 1) -> int:
+        """Return the chunks that a group needs, of so many padded tokens in each micro-batch."""
+        return self._lent.chunks_for(tokens, micro_batches)
 
     def serve(
         self, stream: TaskletStream | JointStream, activation_budget: ActivationBudget

@@ -20,7 +20,7 @@ _NO_BOUND_TOKENS = 1 << 40
 class OwnSlotMemory:
     """The memory of a slot without lent chunks (see `slot_memory.SlotMemory`)."""
 
-    one_job = True
+    one_job, holds_all = True, False
     held_chunks = 0
     wanted_by_layers = 0
 
@@ -29,10 +29,9 @@ class OwnSlotMemory:
         del micro_batches
         return _NO_BOUND_TOKENS
 
-    def chunks_for(self, tokens: int, micro_batches: int = 1) -> int:
-        """Return 0: nothing is borrowed."""
-        del tokens, micro_batches
-        return 0
+    def settle(self) -> bool:
+        """Return False: nothing is borrowed."""
+        return False
 
     def groups_want(self, chunks: int) -> None:
         """Do nothing: there are no chunks."""
@@ -61,6 +60,11 @@ class OwnTenancy:
     def boundaries(self) -> Boundaries:
         """Return what holds the job's boundary activations: torch's own memory."""
         return self._boundaries
+
+    def chunks_for(self, tokens: int, micro_batches: int = 1) -> int:
+        """Return 0: nothing is borrowed."""
+        del tokens, micro_batches
+        return 0
 
     def serve(
         self, stream: TaskletStream | JointStream, activation_budget: ActivationBudget

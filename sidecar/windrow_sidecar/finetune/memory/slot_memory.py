@@ -1,7 +1,7 @@
 """Memory that decode lends to a slot: what the slot, a job in it, and its runner ask of it.
 
-Two modules implement them: `lent` on a host, where boundary activations are in chunks and jobs
-take turns; `allocated` on a GPU, where chunks hold all that torch allocates, for one job.
+Two modules implement them: `lent` on a host, where boundary activations are in chunks; `allocated`
+on a GPU, where chunks hold all that torch allocates, adapters and moments included.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ class Tenancy(Protocol):
     def is_tenant(self) -> bool:
         """True where the chunks are this job's, until another one comes."""
 
+    def chunks_for(self, tokens: int, micro_batches: int = 1) -> int:
+        """Return the chunks that a group needs, of so many padded tokens in each micro-batch."""
+
     def serve(
         self, stream: TaskletStream | JointStream, activation_budget: ActivationBudget
     ) -> TenantMemory:
@@ -50,9 +53,12 @@ class SlotMemory(Protocol):
 
     Attributes:
         one_job: whether only one job can be in it.
+        holds_all: whether all that torch allocates for a job is in the chunks, so that without any
+            a job cannot even be attached.
     """
 
     one_job: bool
+    holds_all: bool
 
     @property
     def held_chunks(self) -> int:
@@ -65,8 +71,8 @@ class SlotMemory(Protocol):
     def capacity_tokens(self, micro_batches: int = 1) -> int:
         """Return padded tokens of each of so many micro-batches, the most that fit together."""
 
-    def chunks_for(self, tokens: int, micro_batches: int = 1) -> int:
-        """Return the chunks that a group needs, of so many padded tokens in each micro-batch."""
+    def settle(self) -> bool:
+        """Follow the table of owners; returns whether that has changed anything."""
 
     def groups_want(self, chunks: int) -> None:
         """Leave so many chunks to groups."""

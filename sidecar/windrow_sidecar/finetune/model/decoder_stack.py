@@ -157,9 +157,7 @@ class DecoderStack:
             if (program := program_of(layer)) is not None:
                 program.release()
         to = torch.device("cpu") if to_host else self.device
-        for module in self.model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(to)
+        move_buffers(self.model, to)
         self.probe = self.probe.to(to)
 
     def record(
@@ -397,3 +395,10 @@ def _check_loss(model: nn.Module, config: Any) -> None:  # noqa: ANN401 - transf
             "its loss adds one of its routers (output_router_logits)",
             "Set output_router_logits to false in its config.json: tokens are learnt alone.",
         )
+
+
+def move_buffers(model: nn.Module, to: torch.device) -> None:
+    """Have a model's buffers on a device; other trees of modules that share them keep theirs."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(to)

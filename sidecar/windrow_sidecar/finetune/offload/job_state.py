@@ -75,6 +75,10 @@ class Offloadable(Protocol):
     def device(self) -> torch.device:
         """Device on which it trains, or is stored."""
 
+    @property
+    def away_bytes(self) -> int:
+        """Bytes that `bring_back` would bring; 0: nothing is away."""
+
     def offload(self, home: Home, room_bytes: int) -> None:
         """Leave the device, with at most `room_bytes` for activations on the host."""
 
@@ -83,7 +87,9 @@ class Offloadable(Protocol):
 
 
 class JobOffload:
-    """Offload a job's state at most once, and bring it back at most once.
+    """Offload a job's state, and bring it back.
+
+    Where the state is, the job knows: one that is joined with others is moved with them too.
 
     Args:
         job: what moves.
@@ -95,20 +101,17 @@ class JobOffload:
         self, job: Offloadable, free_bytes: Callable[[], int], home: Home | None = None
     ) -> None:
         self._job, self._free_bytes = job, free_bytes
-        self._home, self._is_out = home or home_of(job.device), False
+        self._home = home or home_of(job.device)
 
     def out(self) -> None:
-        """Go to the host."""
-        if not self._is_out:
-            self._job.offload(self._home, int(SPILL_SHARE * self._free_bytes()))
-            self._is_out = True
+        """Go to the host; twice is once."""
+        self._job.offload(self._home, int(SPILL_SHARE * self._free_bytes()))
 
     def back(self) -> bool:
-        """Come home. Returns whether it was away."""
-        was_out = self._is_out
+        """Come home. Returns whether anything was away."""
+        was_out = bool(self._job.away_bytes)
         if was_out:
             self._job.bring_back(self._home)
-            self._is_out = False
         return was_out
 
 
