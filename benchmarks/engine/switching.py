@@ -60,7 +60,7 @@ class _Adapter:
     """A rank-16 adapter of an 8B shape after a step, and what its optimizer remembers."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.away_bytes = device, 0
         self._optimizer = stepped_optimizer(adapter_parameters(device))
 
     def offload(self, home: Home, room_bytes: int) -> None:
@@ -68,11 +68,13 @@ class _Adapter:
         del room_bytes
         self._optimizer.move(home.out)
         home.settle()
+        self.away_bytes = 1
 
     def bring_back(self, home: Home) -> None:
         """Bring back as `TaskletStream.bring_back` does."""
         self._optimizer.move(home.back)
         home.settle()
+        self.away_bytes = 0
 
 
 def switching(*, rounds: int, device: torch.device) -> list[Result]:

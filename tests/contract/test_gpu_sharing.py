@@ -380,6 +380,7 @@ async def test_the_slots_facts_tell_how_its_gpu_is_shared(pod):
     assert slot.facts().sharing == "temporal"
     assert "the policy says sharing: temporal" in slot.facts().sharing_reason
     assert slot.facts().sharing_code == Reason.POLICY_TEMPORAL
+    assert slot.max_jobs() == AgentSettings.max_jobs
     slot.hello = agent_pb2.EngineHello(driver="host")
     assert slot.facts().sharing == slot.facts().sharing_reason == ""
 

@@ -259,7 +259,11 @@ def test_who_joins_starts_where_the_one_is_that_is_furthest_behind():
 
 def test_a_job_that_finds_no_room_beside_others_is_tried_again_elsewhere():
     full = UserError("a step takes 9 bytes, 3 are free", reason=Reason.OUT_OF_MEMORY)
-    event, _ = failure(crowded(full), "")
-    assert (event.user_error, event.reason) == (False, Reason.OUT_OF_MEMORY)
+    for error in (full, MemoryError("3 bytes are free")):
+        event, _ = failure(crowded(error), "")
+        assert (event.kind, event.reason) == ("REJECTED", Reason.OUT_OF_MEMORY)
+        assert "beside other jobs of this worker" in event.detail
+        assert "3 " in event.detail
+        assert not event.user_error
     wrong = UserError("rank 0", field="spec.adapter.lora.rank")
     assert failure(crowded(wrong), "")[0].user_error
