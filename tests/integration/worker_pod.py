@@ -304,10 +304,10 @@ def lend_what_is_wanted(pod: Pod, worker, epoch: int = 1) -> int:
     return wanted
 
 
-def started_on_gpu(pod: Pod, **training) -> subprocess.Popen:
+def started_on_gpu(pod: Pod, *, within: float = 60.0, **training) -> subprocess.Popen:
     """Start a worker of a pod over CUDA, which has everything that decode can lend."""
     worker = pod.start(**training)
-    until(lambda: pod.decode.offer.job_epoch == 1, pod=pod, worker=worker)
+    until(lambda: pod.decode.offer.job_epoch == 1, within=within, pod=pod, worker=worker)
     pod.decode.go(units=132)
     lend_what_is_wanted(pod, worker)
     return worker

@@ -28,7 +28,7 @@ def goes_on(pod: Pod, worker, *uids: str) -> None:
 
 
 def test_jobs_are_joined_leave_every_chunk_come_back_and_end_each_for_itself(pod):
-    worker, arena = started_on_gpu(pod, maxSteps=100_000), pod.decode.arena
+    worker, arena = started_on_gpu(pod, within=WITHIN_S, maxSteps=100_000), pod.decode.arena
     ends = lambda uid, kind: until(  # noqa: E731
         lambda: kind in pod.agent.kinds(uid), within=WITHIN_S, pod=pod, worker=worker
     )
@@ -45,7 +45,8 @@ def test_jobs_are_joined_leave_every_chunk_come_back_and_end_each_for_itself(pod
     assert {told.joined_with for told in pod.agent.progress} >= {0, 1}
 
     arena.revoke(arena.geometry.chunks)
-    until(lambda: not (arena.counts()[2] or arena.counts()[4]), pod=pod, worker=worker)
+    empty = lambda: not (arena.counts()[2] or arena.counts()[4])  # noqa: E731
+    until(empty, within=WITHIN_S, pod=pod, worker=worker)
     arena.check()
     arena.lend(arena.geometry.chunks - 1, owner=1)
     goes_on(pod, worker, UID, "third")

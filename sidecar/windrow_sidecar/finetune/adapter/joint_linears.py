@@ -132,7 +132,7 @@ class _LowRank:
 
     @property
     def drops(self) -> bool:
-        """Whether it drops units in training."""
+        """True where it drops units in training."""
         return self._dropout is not None
 
     def dropped(self, x: Tensor) -> Tensor:
