@@ -41,6 +41,7 @@ from windrow_sidecar.compute.mps_priority import CLIENT_PRIORITY
 from windrow_sidecar.compute.sharing import choose_sharing, probe
 from windrow_sidecar.compute.survey import Survey, survey
 from windrow_sidecar.compute.utilization import visible_device
+from windrow_sidecar.testing.attached_operator import until
 
 FAKE = Path(__file__).with_name("fake_mps_control.py")
 GPU = Survey(gpu="a GPU", units=132)
@@ -202,6 +203,24 @@ async def test_a_restart_of_decode_is_joined_again(cuda_standin, pod):
     pod.decode_starts()
     await sharing.join()
     assert sharing.sharing.mode == "spatial"
+
+
+async def test_a_daemon_that_misses_one_question_has_not_ended(cuda_standin, pod):
+    pod.decode_starts()
+    sharing = await pod.joined()
+    misses, asked = pod.run_dir.root / "misses", pod.run_dir.root / "asked"
+    forgetful = pod.run_dir.root / "forgetful"
+    forgetful.write_text(
+        f"#!/bin/sh\necho >> {asked}\nrm {misses} 2>/dev/null && exit 1\n"
+        f'exec python3 -S {FAKE} "$@"\n'
+    )
+    forgetful.chmod(0o755)
+    misses.touch()
+    forgetful.replace(pod.control)  # while the agent asks
+    await until(lambda: asked.exists() and asked.stat().st_size >= 4)
+    assert not misses.exists()
+    assert sharing.sharing.mode == "spatial"
+    assert not pod.changed.is_set()
 
 
 async def test_a_restart_of_the_agent_finds_the_daemon_again(cuda_standin, pod):

@@ -243,7 +243,8 @@ class GpuSharing:
         return [pid for pids in of_each_server.values() for pid in pids]
 
     async def _watch_over(self, daemon: MpsDaemon) -> None:
-        while await asyncio.to_thread(daemon.alive):
+        # Asked twice: on a machine without free cores its program may answer too late once.
+        while await asyncio.to_thread(lambda: daemon.alive() or daemon.take_over()):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), self._every_s)
                 return
