@@ -30,27 +30,27 @@ METRICS_HEAD = """# Metrics
 Made from `api/windrow/metrics.py` by `tools/generate_docs.py`: change it there.
 
 The operator serves its metrics on port 9464 (`/metrics`, `/healthz`, `/readyz`). A sidecar serves
-those of its pod's slots where its pod's annotation `windrow.dev/metrics-port` says, on the pod's
-address: the policy's `spec.sidecar.metricsPort`, else the chart's `sidecar.metricsPort`. Without
-either it takes any free port of 127.0.0.1 and writes it to `metrics.port` in the run directory.
-With `metrics.podMonitor` the chart tells the Prometheus operator about both.
+the metrics of its pod's slots on the pod's address. The port is in the pod's annotation
+`windrow.dev/metrics-port`: the policy's `spec.sidecar.metricsPort`, else the chart's
+`sidecar.metricsPort`. Without either, the sidecar takes any free port of 127.0.0.1 and writes it to
+`metrics.port` in the run directory. With `metrics.podMonitor` the chart creates PodMonitors for
+operator and sidecars.
 
-What to rely on:
+Conventions:
 
 - `namespace` and `slot` name a HarvestSlot, `job_namespace` and `job_name` a FinetuneJob. Scrape
   with `honorLabels`, so that Prometheus leaves them as they are.
-- The parts of a label `part`, `state` or `move` add up: `sum` over them means something.
-- Quantiles, shares and rates are computed in Prometheus: latencies are histograms. Those that end
-  in `_ratio` put each step in relation (to the objective, to the prediction), so slots with
-  different objectives can be summed: `histogram_quantile(0.99, sum by (le)
-  (rate(windrow_decode_tpot_objective_ratio_bucket[5m])))` above 1 says that the fleet breaks its
+- The values of a label `part`, `state` or `move` add up: you can `sum` over them.
+- Compute quantiles, shares and rates in Prometheus: latencies are histograms. Metrics that end in
+  `_ratio` divide each step's latency by the objective or the prediction, so slots with different
+  objectives can be summed: `histogram_quantile(0.99, sum by (le)
+  (rate(windrow_decode_tpot_objective_ratio_bucket[5m])))` above 1 means that the fleet breaks its
   objective.
-- Labels of what a slot is (model, policy, device) stand on `windrow_slot_info` alone; join them
-  with `* on (namespace, slot) group_left (model, policy) windrow_slot_info`.
+- Only `windrow_slot_info` has labels that describe a slot (model, policy, device); join them with `* on (namespace, slot) group_left (model, policy) windrow_slot_info`.
 - Counters start at 0 with their process, as everywhere in Prometheus: use `rate` and `increase`.
 - Buckets are classic ones: Python's client does not serve native histograms.
-- Calls that the operator's watches make (list and watch by kopf) are not in
-  `windrow_operator_api_requests_total`.
+- `windrow_operator_api_requests_total` does not count the calls of the operator's watches (list and
+  watch by kopf).
 """
 
 
