@@ -46,7 +46,8 @@ Conventions:
   objectives can be summed: `histogram_quantile(0.99, sum by (le)
   (rate(windrow_decode_tpot_objective_ratio_bucket[5m])))` above 1 means that the fleet breaks its
   objective.
-- Only `windrow_slot_info` has labels that describe a slot (model, policy, device); join them with `* on (namespace, slot) group_left (model, policy) windrow_slot_info`.
+- Only `windrow_slot_info` has labels that describe a slot (model, policy, device); join them with
+  `* on (namespace, slot) group_left (model, policy) windrow_slot_info`.
 - Counters start at 0 with their process, as everywhere in Prometheus: use `rate` and `increase`.
 - Buckets are classic ones: Python's client does not serve native histograms.
 - `windrow_operator_api_requests_total` does not count the calls of the operator's watches (list and
