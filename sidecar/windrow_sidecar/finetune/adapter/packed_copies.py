@@ -62,7 +62,7 @@ class PackedPart:
 
     @property
     def of_u(self) -> slice:
-        """Its columns of `u`."""
+        """Columns of `u` for its projections."""
         return slice(self.columns[0].start, self.columns[-1].stop)
 
     @property
