@@ -19,6 +19,9 @@ _MOST_BYTES: Final = 2**20
 _MOST_REPEATED: Final = 256
 _CANARY_TOKENS: Final = 4
 _CANARY_SECONDS: Final = 30.0
+# Of a switch: how long the second call follows the first, and how often it is tried.
+_BEHIND_SECONDS: Final = 0.02
+_SWITCHES: Final = 5
 
 # An instance, and the directory of a version as it sees it.
 Target = tuple[Instance, str]
@@ -42,7 +45,7 @@ class Servers:
         """Have a name point to a version in all instances, in their order, or in none.
 
         A server knows a name once, so another version under it is unloaded first; requests for it
-        fail meanwhile.
+        wait meanwhile (see `_switch`).
 
         Args:
             wanted: each instance with the directory of the version there.
@@ -59,9 +62,8 @@ class Servers:
                 if before is not None and before in ("", path):
                     continue  # a server that does not tell directories has what it was given
                 changed.append((instance, before or ""))  # before the call: its answer may be lost
-                if before:
-                    await self._call(instance, "unload_lora_adapter", {"lora_name": name})
-                await self._load(instance, name, path, pinned=pinned)
+                load = self._switch if before else self._load
+                await load(instance, name, path, pinned=pinned)
         except NotLoaded:
             for instance, path in reversed(changed):
                 with contextlib.suppress(NotLoaded):
@@ -122,6 +124,39 @@ class Servers:
             for model in named
             if isinstance(model, dict)
         }
+
+    async def _switch(self, instance: Instance, name: str, path: str, *, pinned: bool) -> None:
+        """Have a name that is loaded point to another directory; requests for it wait meanwhile.
+
+        A server changes its adapters one by one, in the order in which it was asked. A request for
+        a name that it has just unloaded loads what the name had before, so the new version has to
+        be asked for while the old one still leaves: requests that come then wait behind it, and
+        get it. Where one came between the two calls the old version is there again, and the switch
+        is tried again.
+
+        Raises:
+            NotLoaded: the server refuses, or has the old version after each try.
+        """
+        for _ in range(_SWITCHES):
+            leaving = asyncio.create_task(
+                self._call(instance, "unload_lora_adapter", {"lora_name": name})
+            )
+            await self._behind()
+            loading = self._load(instance, name, path, pinned=pinned)
+            outcomes = await asyncio.gather(leaving, loading, return_exceptions=True)
+            now = (await self._loaded(instance)).get(name)
+            if now == path:
+                return
+            failed = [one for one in outcomes if isinstance(one, BaseException)]
+            if now is None and failed:
+                raise failed[-1]
+        raise NotLoaded(
+            f"{instance.key} has the version before under {name} again: requests for it came first"
+        )
+
+    async def _behind(self) -> None:
+        """Wait until the call that was just sent has most likely reached its server."""
+        await asyncio.sleep(_BEHIND_SECONDS)
 
     async def _load(self, instance: Instance, name: str, path: str, *, pinned: bool) -> None:
         body = {"lora_name": name, "lora_path": path, "pinned": pinned}
