@@ -252,6 +252,7 @@ def job_of(folder: Path, rows: int, row_tokens: int, layers: int) -> JobSpec:
         "training": {
             "maxSteps": 1_000_000,
             "batchSize": rows,
+            "packing": False,  # as PEFT beside it
             "maxSequenceLength": row_tokens,
             "learningRate": "1e-4",
         },
@@ -352,6 +353,11 @@ def main() -> None:
     del os.environ[ENV_LAYER_PROGRAM]
     assert graphs.stream.parts.stack.program == "graphs", graphs.notes
     marked(graphs.stream, marks, backward="backward_by_graphs")
+    os.environ[ENV_LAYER_PROGRAM] = "compiled"
+    compiled = open_alone(job, ground.device, shallow_clone(base))
+    del os.environ[ENV_LAYER_PROGRAM]
+    assert compiled.stream.parts.stack.program == "compiled", compiled.notes
+    marked(compiled.stream, marks)
     loop = PlainLoop(job, events, UNITS, ground.device, random_weights=1)
     slot = WorkerSlot(EPOCH, arena, ground, lambda _: base)
     whole, half = beside(decode, slot, job, events, marks)
@@ -359,6 +365,7 @@ def main() -> None:
         "standalone": standalone(alone, ground.device, events),
         "packed": standalone(packed, ground.device, events),
         "graphs": standalone(graphs, ground.device, events),
+        "compiled": standalone(compiled, ground.device, events),
         "beside": whole,
         "beside-half": half,
         "peft": plain(loop, marks),

@@ -44,7 +44,8 @@ ENV_MAX_JOBS = "WINDROW_MAX_JOBS"  # S: how many jobs over one base may share a 
 # S, taken over from D, optional: bytes a second that frozen layers may move, like 2Gi
 ENV_COPY_RATE = "WINDROW_COPY_RATE"
 
-# S, optional: what runs a worker's layers: eager (default), the model's own modules, or packed
+# S, optional: what runs a worker's layers: eager (default), the model's own modules, or packed,
+# graphs, compiled
 ENV_LAYER_PROGRAM = "WINDROW_LAYER_PROGRAM"
 
 # D of SGLang, optional: where jobs run: process (default), their own, or in-engine, decode's

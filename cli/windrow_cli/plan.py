@@ -137,5 +137,7 @@ def _print(shown: dict[str, Any]) -> None:
         console.print(
             f"the driver takes {graphs['driver_bytes'] / 2**20:.0f} MiB for graphs ({how})"
         )
+    if shown["packing"]:
+        console.print(shown["packing"])
     if shown["windows_refused"]:
         console.print(f"rows are not cut into windows: {shown['windows_refused']}")

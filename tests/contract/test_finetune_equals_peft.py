@@ -19,7 +19,7 @@ from windrow.errors import UserError
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, save_adapter, trainable
 from windrow_sidecar.finetune.engine.orders import interleaved, token_major
 from windrow_sidecar.finetune.engine.sizing import Windows
-from windrow_sidecar.finetune.job.assembly import check_packing
+from windrow_sidecar.finetune.job.packing import check_packing
 from windrow_sidecar.finetune.model import window_attention as attention
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.testing.architectures import ARCHITECTURES, random_model

@@ -13,7 +13,7 @@ from windrow_sidecar.finetune.adapter.adapters import check_reach, trainable
 from windrow_sidecar.finetune.data.split import BatchPlan
 from windrow_sidecar.finetune.engine.orders import token_major
 from windrow_sidecar.finetune.engine.sizing import Windows
-from windrow_sidecar.finetune.job.assembly import check_packing
+from windrow_sidecar.finetune.job.packing import check_packing
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.finetune.model.token_dropout import DropoutKeys
 from windrow_sidecar.finetune.tasklets import TokenWindow

@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from windrow_sidecar.finetune.engine.sizing import Windows
-from windrow_sidecar.finetune.job.assembly import packing_refused
+from windrow_sidecar.finetune.job.packing import packing_refused
 from windrow_sidecar.finetune.model.capabilities import one_of_each_kind
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.testing.architectures import random_model

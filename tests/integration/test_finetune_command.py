@@ -69,9 +69,13 @@ def test_a_job_runs_to_its_adapter_and_leaves_its_curves(tmp_path):
     assert said["tuned_eval_loss"] > 0
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
     assert said["train_rows"] + said["held_out_rows"] == said["cut_rows"] == 12
-    skipped, cut = said["notes"]
+    skipped, cut, packed = said["notes"]
     assert skipped.startswith("1 row is wrong and left out (first ")
     assert cut.startswith("12 rows are cut to spec.training.maxSequenceLength, 64 tokens")
+    # Every row is cut to 64 tokens, so there is nothing to save.
+    assert packed == (
+        "rows are packed into lines: 0% of what layers compute on is padding, 0% without packing"
+    )
     report = Path(said["report"]).read_text()
     assert all(html.escape(note) in report for note in said["notes"])
     assert str(MODEL) in report
@@ -125,6 +129,8 @@ def test_a_console_says_each_thing_once_and_never_a_step_beyond_the_last(tmp_pat
     told = [line for line in shown if not line.startswith(("step ", "checkpointed: "))]
     assert told == [
         "started: from the beginning",
+        "note: rows are packed into lines: 0% of what layers compute on is padding, 2% without "
+        "packing",
         "evaluated: before the first step: held-out loss N",
         "evaluated: step 2: held-out loss N",
         "evaluated: held-out loss N before, N after",

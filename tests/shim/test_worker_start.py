@@ -113,24 +113,23 @@ device = CudaDevice()
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("options", "losses", "begins"),
+    ("options", "losses"),
     [
-        ("", 1, 0),
-        ("micro_batches=2", 2, 0),
-        ("sizing=Windows(5)", 3, 0),
-        # transformers looks where rows begin in a line, to make the mask.
-        ("evaluation_policy=EvaluationPolicy(packed=True)", 1, 1),
+        ("", 1),
+        ("micro_batches=2", 2),
+        ("sizing=Windows(5)", 3),
+        ("evaluation_policy=EvaluationPolicy(packed=True), line_sizes=LineSizes(24, 24)", 1),
         # A mixture of experts; what torch's product of groups does itself is not seen here.
-        ("base=random_model('Mixtral').requires_grad_(False).to(device.torch)", 1, 0),
+        ("base=random_model('Mixtral').requires_grad_(False).to(device.torch)", 1),
     ],
     ids=["rows", "micro-batches", "windows", "packed", "experts"],
 )
 def test_between_its_first_layer_and_its_last_a_group_never_waits_for_the_device(
-    shim, options, losses, begins
+    shim, options, losses
 ):
     """A wait holds up a tasklet, and decode with it; what is not queued in time is lost."""
-    code = (
-        """
+    code = """
+from windrow_sidecar.finetune.engine.packing import LineSizes
 from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
 from windrow_sidecar.testing.architectures import random_model
@@ -148,17 +147,14 @@ for tasklet, waits, is_last in found:
         assert waits == 1, (tasklet, waits)  # the norm of its gradient
     elif is_last:
         assert 1 <= waits <= LOSSES, (tasklet, waits)  # of each micro-batch or window
-    elif BEGINS and tasklet.phase is Phase.FORWARD and tasklet.layer == 0:
-        assert waits == BEGINS, (tasklet, waits)
-    elif tasklet.micro and (shape := (tasklet.micro.lines, tasklet.micro.width)) not in shapes:
+    elif tasklet.micro.packed:  # masks are made of the rows' numbers, which the host knows
+        assert waits == 0, (tasklet, waits)
+    elif (shape := (tasklet.micro.lines, tasklet.micro.width)) not in shapes:
         shapes.add(shape)  # how the model calls its layers is asked once for each
     else:
         assert waits == 0, (tasklet, waits)
 print(len(found), len(shapes))
-""".replace("OPTIONS", options)
-        .replace("LOSSES", str(losses))
-        .replace("BEGINS", str(begins))
-    )
+""".replace("OPTIONS", options).replace("LOSSES", str(losses))
     said = shim.run(WAITS + code, computes=True, WINDROW_SHIM_LAGS="1")
     n, shapes = map(int, said.split())
     assert n > 4 * shapes

@@ -115,9 +115,12 @@ class TrainingSpec(Record):
     max_sequence_length: int = Field(
         default=2048, ge=8, le=1_048_576, description="Longer rows are cut to so many tokens."
     )
-    packing: bool = Field(
-        default=False,
-        description="true: rows stand one after the other without padding, and none sees another.",
+    packing: bool | None = Field(
+        default=None,
+        description="true: rows stand one after the other in lines, and none sees another; false: "
+        "one below the other, padded to the longest. Without: packed on a GPU, and where "
+        "layers are compiled, if the model keeps rows apart, else padded; a job that resumes keeps "
+        "what it began with.",
     )
     loss: Literal["completion", "all"] = Field(
         default="completion",

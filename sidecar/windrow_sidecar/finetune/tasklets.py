@@ -33,18 +33,36 @@ class TokenWindow:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedLines:
+    """Rows that are packed: they stand one after the other in lines of one width.
+
+    Attributes:
+        lengths: tokens of the rows of each line, in their order; padding follows them.
+        width: tokens of a line, padding included.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    width: int
+
+    @property
+    def filled(self) -> tuple[int, ...]:
+        """Tokens of the rows of each line."""
+        return tuple(sum(line) for line in self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Rows that pass through the layers together.
 
-    One below the other, padded on the right to the longest; or `packed`, one after the other in a
-    single line.
+    One below the other, padded on the right to the longest; or one after the other in lines, where
+    `packed` says how; `rows` are then those of the first line, of the second, and so on.
     """
 
     step: int
     rows: tuple[int, ...]
     lengths: tuple[int, ...]  # tokens of each row
     evaluation: bool = False
-    packed: bool = False
+    packed: PackedLines | None = None
 
     def __hash__(self) -> int:
         """Hash what tells micro-batches apart: a tasklet looks one up thirty times."""
@@ -52,13 +70,13 @@ class MicroBatch:
 
     @property
     def lines(self) -> int:
-        """Lines of its tensors."""
-        return 1 if self.packed else len(self.rows)
+        """PackedLines of its tensors."""
+        return len(self.packed.lengths) if self.packed else len(self.rows)
 
     @property
     def width(self) -> int:
         """Tokens of each line, padding included."""
-        return sum(self.lengths) if self.packed else max(self.lengths)
+        return self.packed.width if self.packed else max(self.lengths)
 
     @property
     def tokens(self) -> int:
@@ -109,9 +127,8 @@ class Tasklet:
         if self.micro is None:
             return 0
         begin, end = self.window.begin, self.window.end
-        if self.micro.packed:
-            return end - begin
-        return sum(max(0, min(length, end) - begin) for length in self.micro.lengths)
+        lines = self.micro.packed.filled if self.micro.packed else self.micro.lengths
+        return sum(max(0, min(length, end) - begin) for length in lines)
 
     @property
     def is_window(self) -> bool:
@@ -197,12 +214,14 @@ def next_micro_batch(
     at least one; of rows that stay `together`, at least so many, and a multiple of it.
     """
     count = max_tokens // max(lengths[row] for row in rows[:together])
-    if packed:
+    if packed:  # in one line, without padding
         count = sum(total <= max_tokens for total in accumulate(lengths[row] for row in rows))
     count = min(count, max_rows or count)
     count = max(together, count - count % together)
     taken = tuple(rows[:count])
-    return MicroBatch(step, taken, tuple(lengths[row] for row in taken), evaluation, packed)
+    found = tuple(lengths[row] for row in taken)
+    line = PackedLines((found,), sum(found)) if packed else None
+    return MicroBatch(step, taken, found, evaluation, line)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,12 @@ from windrow.crd import FinetuneJobSpec, parse_job_spec
 from windrow_sidecar.compute.captures import GraphCaptures
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.adapter.adapters import ADAPTER, Adapter, add_adapter, trainable
+from windrow_sidecar.finetune.adapter.compiled_layer import Shape, use_compiled
 from windrow_sidecar.finetune.adapter.layer_programs import use_graphs, use_program
 from windrow_sidecar.finetune.data.split import IGNORED, BatchPlan, DataSplit, Example
 from windrow_sidecar.finetune.engine.micro_batch_group import ModelParts
 from windrow_sidecar.finetune.engine.orders import Order, layer_major
+from windrow_sidecar.finetune.engine.packing import LineSizes
 from windrow_sidecar.finetune.engine.sharded_stream import ShardedStream
 from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
 from windrow_sidecar.finetune.engine.stages import StepDone
@@ -64,8 +66,10 @@ class Cut:
     micro_batches: int = 1
     around_layer: AroundLayer | None = None
     packed: bool = False
+    line_sizes: LineSizes | None = None
     program: ProgramName = "eager"
     captures: GraphCaptures | None = None
+    shapes: tuple[Shape, ...] = ()  # that layers are compiled for
 
 
 def small_spec(adapter: Mapping[str, Any] | None = None) -> FinetuneJobSpec:
@@ -131,6 +135,8 @@ def stream_of(
     parts = ModelParts(stack, head, Adapter(tuned))
     if sharded is not None:
         sharded[1].align_dropouts()
+    if cut.program == "compiled" and (why := use_compiled(stack, cut.shapes)):
+        raise ValueError(why)
     shared = None if sharded is None else sharded[1]
     kind: Any = TaskletStream if shared is None else partial(ShardedStream, shared)
     schedule = Schedule("cosine", recipe.rate, recipe.steps, 0.0)
@@ -146,6 +152,7 @@ def stream_of(
         order=cut.order,
         seed=recipe.seed,
         evaluation_policy=EvaluationPolicy(packed=cut.packed, max_rows=recipe.most_rows),
+        line_sizes=cut.line_sizes,
     )
     return stream
 

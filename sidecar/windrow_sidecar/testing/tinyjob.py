@@ -13,6 +13,7 @@ from windrow.crd import parse_job_spec
 from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trainable
 from windrow_sidecar.finetune.data.split import BatchPlan, Example, split
 from windrow_sidecar.finetune.engine.micro_batch_group import ModelParts
+from windrow_sidecar.finetune.engine.packing import LineSizes
 from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
 from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.model.around import AroundLayer
@@ -51,6 +52,7 @@ def tiny_job(
     seed: int = 1,
     units: Callable[[], int] = lambda: 0,
     keep_for: Callable[[int], None] = lambda tokens: None,
+    line_sizes: LineSizes | None = None,
 ) -> TinyJob:
     """Make the job; equal arguments give bit-equal jobs. It has dropout and held-out rows."""
     spec = parse_job_spec(
@@ -78,6 +80,7 @@ def tiny_job(
         seed=seed,
         evaluation_policy=evaluation_policy,
         keep_for=keep_for,
+        line_sizes=line_sizes,
     )
     return TinyJob(tuned, stream)
 

@@ -35,7 +35,7 @@ from windrow_sidecar.finetune.model.window_attention import SUPPORTED
 
 log = logging.getLogger(__name__)
 
-PROGRAMS: tuple[ProgramName, ...] = ("eager", "packed", "graphs")
+PROGRAMS: tuple[ProgramName, ...] = ("eager", "packed", "graphs", "compiled")
 # Of transformers: layers of just these modules, in this order.
 _MODELS = ("llama", "mistral", "qwen2", "qwen3")
 _KINDS = {f"transformers.models.{model}.modeling_{model}" for model in _MODELS}
@@ -85,7 +85,7 @@ def use_program(
     Returns:
         why layers run eagerly though another program was wanted; "": they run as wanted.
     """
-    if wanted == "eager":
+    if wanted in ("eager", "compiled"):  # what is compiled waits for shapes (see `use_compiled`)
         return ""
     whys = (refused(layer, stack.config, adapter) for layer in stack.layers)
     why = next((f"in layer {n} {why}" for n, why in enumerate(whys) if why), "")

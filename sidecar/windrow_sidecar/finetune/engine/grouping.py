@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from windrow_sidecar.finetune.data.split import Example, lengths_of
+from windrow_sidecar.finetune.engine.packing import LineSizes
 from windrow_sidecar.finetune.tasklets import MicroBatch, MicroLimits, by_length, next_micro_batch
 
 
@@ -14,13 +15,15 @@ class RowGrouping:
     Args:
         limits: of the next group, asked whenever one is formed.
         most_rows: of a micro-batch, by the job's spec; 0: no such bound.
-        packed: the rows of a micro-batch stand in one line.
+        packed: the rows of a micro-batch stand one after the other, in lines.
+        line_sizes: of packed micro-batches; None: one line, as wide as its rows.
         together: so many neighbouring rows are in one micro-batch.
 
     Attributes:
         examples: that the row numbers count.
         lengths: tokens of each example.
         longest: tokens of the longest row of the step or evaluation, done ones included.
+        packed: as above; what is formed from now on is packed or not.
     """
 
     def __init__(
@@ -29,15 +32,17 @@ class RowGrouping:
         *,
         most_rows: int = 0,
         packed: bool = False,
+        line_sizes: LineSizes | None = None,
         together: int = 1,
     ) -> None:
-        self._limits, self._most_rows, self._packed = limits, most_rows, packed
-        self._together = together
+        self._limits, self._most_rows, self.packed = limits, most_rows, packed
+        self._line_sizes, self._together = line_sizes, together
         self.examples: Sequence[Example] = ()
         self.lengths: Sequence[int] = ()
         self.longest = 0
         self._step, self._evaluation = 0, False
         self._left: tuple[int, ...] = ()
+        self._places: dict[int, int] = {}  # of rows in their order
         self._lengths: dict[int, Sequence[int]] = {}  # by the identity of the examples
 
     @property
@@ -62,6 +67,7 @@ class RowGrouping:
         self._step, self._evaluation = step, evaluation
         self.longest = max((self.lengths[row] for row in rows), default=0)
         ordered = by_length(rows, self.lengths, self._together)
+        self._places = {row: place for place, row in enumerate(ordered)}
         self._left = tuple(row for row in ordered if row not in done)
 
     @property
@@ -85,8 +91,8 @@ class RowGrouping:
         return group
 
     def put_back(self, rows: tuple[int, ...]) -> None:
-        """Put the rows of the group that was taken last in front again."""
-        self._left = rows + self._left
+        """Put the rows of the group that was taken last where they were."""
+        self._left = tuple(sorted(rows + self._left, key=self._places.__getitem__))
 
     def coming(self) -> Iterator[list[MicroBatch]]:
         """Yield the groups that `take` would return, if limits stayed as they are."""
@@ -99,16 +105,26 @@ class RowGrouping:
         limits = self._limits()
         group: list[MicroBatch] = []
         while left and len(group) < max(1, limits.micro_batches):
-            micro = next_micro_batch(
-                self._step,
-                left,
-                self.lengths,
-                max_tokens=limits.max_tokens,
-                max_rows=self._most_rows,
-                evaluation=self._evaluation,
-                packed=self._packed,
-                together=self._together,
-            )
-            left = left[len(micro.rows) :]
+            micro = self._form(left, limits.max_tokens)
+            taken = set(micro.rows)
+            left = tuple(row for row in left if row not in taken)
             group.append(micro)
         return group, left
+
+    def _form(self, left: tuple[int, ...], max_tokens: int) -> MicroBatch:
+        if self.packed and self._line_sizes is not None:
+            return self._line_sizes.micro_batch(
+                *(self._step, left, self.lengths),
+                max_tokens=max_tokens,
+                max_rows=self._most_rows,
+                evaluation=self._evaluation,
+                together=self._together,
+            )
+        return next_micro_batch(
+            *(self._step, left, self.lengths),
+            max_tokens=max_tokens,
+            max_rows=self._most_rows,
+            evaluation=self._evaluation,
+            packed=self.packed,
+            together=self._together,
+        )

@@ -18,7 +18,8 @@ from windrow_sidecar.finetune.model.boundaries import Activations, Boundaries, T
 from windrow_sidecar.finetune.model.coded import weight_elements
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.finetune.model.loss import Head
-from windrow_sidecar.finetune.tasklets import MicroBatch, Tasklet
+from windrow_sidecar.finetune.model.token_dropout import places
+from windrow_sidecar.finetune.tasklets import MicroBatch, PackedLines, Tasklet
 from windrow_sidecar.finetune.training.preference import PreferenceLoss
 from windrow_sidecar.qos.view import Phase
 
@@ -205,10 +206,12 @@ class MicroBatchGroup:
 
     def _begin(self, part: Tasklet, micro: MicroBatch) -> Activations:
         examples = [self._examples[row] for row in micro.rows]
-        positions = None
+        positions = row_of = None
         if micro.packed:
-            ids, targets, positions = packed(examples)
-            positions = to_device(positions, self._parts.stack.device)
+            ids, targets = packed(examples, micro.packed)
+            row_of, positions = (
+                to_device(tensor, self._parts.stack.device) for tensor in places(micro.packed)
+            )
         else:
             ids, targets = padded(examples)
         ids, self._targets[micro] = to_device(ids, self._parts.stack.device), targets
@@ -218,8 +221,10 @@ class MicroBatchGroup:
             self._boundaries.expect(len(self.group), tokens)
         stack, dropout = self._parts.stack, self._parts.adapter.dropout
         if stack.drops_embeddings and not micro.evaluation:
-            dropout.at(self._seed, part.step, micro.rows, micro.whole, packed=_lengths(micro))
-        at = self._at[micro] = stack.begin(ids, prefix, positions, dropout, self._longest)
+            dropout.at(self._seed, part.step, micro.rows, micro.whole, packed=micro.packed)
+        at = self._at[micro] = stack.begin(
+            ids, prefix, positions, dropout, self._longest, row_of=row_of
+        )
         return at
 
     def _loss(self, part: Tasklet, micro: MicroBatch, layer: int) -> None:
@@ -330,7 +335,7 @@ class MicroBatchGroup:
                 part.step,
                 micro.rows,
                 part.window,
-                packed=_lengths(micro),
+                packed=micro.packed,
             )
         if self._parts.stack.own_dropout:
             key = (self._seed, part.step, micro.rows[0], layer)
@@ -374,15 +379,10 @@ def _whole_or_nothing(learns: Sequence[nn.Parameter]) -> Iterator[None]:
 
 def _row_of(micro: MicroBatch) -> Tensor:
     """Return to which row of a micro-batch each token belongs: [lines, width], int64."""
-    rows = torch.arange(len(micro.rows))
     if micro.packed:
-        return rows.repeat_interleave(torch.tensor(micro.lengths))[None]
-    return rows[:, None].expand(-1, micro.width)
-
-
-def _lengths(micro: MicroBatch) -> tuple[int, ...]:
-    """Return the lengths of rows that are packed into one line; empty: they are not packed."""
-    return micro.lengths if micro.packed else ()
+        row_of, _ = places(micro.packed)
+        return row_of.clamp(max=len(micro.rows) - 1)  # padding has no loss
+    return torch.arange(len(micro.rows))[:, None].expand(-1, micro.width)
 
 
 def padded(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
@@ -399,12 +399,16 @@ def padded(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
     return ids, targets
 
 
-def packed(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids, targets and positions, each [1, all tokens] int64, row after row.
-
-    Positions restart with each row, by which the model's own masks keep rows apart.
-    """
-    ids = torch.tensor([token for e in examples for token in e.ids])
-    targets = torch.tensor([label for e in examples for label in (*e.labels[1:], IGNORED)])
-    positions = torch.cat([torch.arange(e.length) for e in examples])
-    return ids[None], targets[None], positions[None]
+def packed(examples: Sequence[Example], lines: PackedLines) -> tuple[Tensor, Tensor]:
+    """Return ids and targets as `padded` does, [lines, width] int64, row after row in each line."""
+    ids = torch.zeros(len(lines.lengths), lines.width, dtype=torch.int64)
+    targets = torch.full_like(ids, IGNORED)
+    rest = iter(examples)
+    for line, lengths in enumerate(lines.lengths):
+        end = 0
+        for length in lengths:
+            example, begin = next(rest), end
+            end = begin + length
+            ids[line, begin:end] = torch.tensor(example.ids)
+            targets[line, begin : end - 1] = torch.tensor(example.labels[1:])
+    return ids, targets

@@ -106,8 +106,10 @@ class JobStages:
         return self._policy.told(self.position.judged, self.position.step, of=self.total_steps)
 
     def restore(self, position: Position) -> None:
-        """Go on from a position."""
-        self.position = position
+        """Go on from a position, packed as before where the job leaves that open."""
+        if self._policy.keeps_packing and position.packed is not None:
+            self.rows.packed = position.packed
+        self.position = position = replace(position, packed=self.rows.packed)
         if self._split.held_out and position.base_eval_loss is None:
             self._enter(JobStage.BASE_EVALUATION)
         else:
@@ -153,6 +155,7 @@ class JobStages:
             loss=at.loss_sum / self.labels_in_batch,
             base_eval_loss=at.base_eval_loss,
             judged=at.judged,
+            packed=at.packed,
         )
         stage = self._training_or_after()
         if stage is JobStage.TRAINING and not self._unknown(stage):

@@ -24,6 +24,7 @@ from windrow_sidecar.finetune.engine.micro_batch_group import (
     RowsOfJob,
 )
 from windrow_sidecar.finetune.engine.orders import Lookahead, Order, layer_major, listing
+from windrow_sidecar.finetune.engine.packing import LineSizes
 from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
 from windrow_sidecar.finetune.engine.stages import JobStage, JobStages, Outcome
 from windrow_sidecar.finetune.model.boundaries import Boundaries, TorchBoundaries
@@ -57,6 +58,7 @@ class TaskletStream:
         seed: of dropout.
         order: of the tasklets of a group.
         evaluation_policy: how rows stand together, and when the adapter is judged.
+        line_sizes: of packed micro-batches; None: one line, as wide as its rows.
         keep_for: called with the padded tokens of each group to be trained on, before it begins.
         preference: the loss of pairs, where each two neighbouring examples are one.
 
@@ -78,6 +80,7 @@ class TaskletStream:
         sizing: Callable[[], TaskletSizing] = WholeRows,
         order: Order = layer_major,
         evaluation_policy: EvaluationPolicy | None = None,
+        line_sizes: LineSizes | None = None,
         keep_for: Callable[[int], None] = lambda tokens: None,
         preference: PreferenceLoss | None = None,
     ) -> None:
@@ -89,6 +92,7 @@ class TaskletStream:
             limits,
             most_rows=policy.max_rows * rows.together,
             packed=policy.packed,
+            line_sizes=line_sizes,
             together=rows.together,
         )
         self._preference, self._references = preference, None
@@ -108,6 +112,11 @@ class TaskletStream:
     def position(self) -> Position:
         """Position after the last committed micro-batch."""
         return self._stages.position
+
+    @property
+    def packed(self) -> bool:
+        """True where rows stand one after the other in lines."""
+        return self._rows.packed
 
     @property
     def learns(self) -> dict[str, nn.Parameter]:

@@ -1,8 +1,4 @@
-"""Read a job and put its model, adapter, rows and optimizer together.
-
-Rows are separated by positions that restart. A model whose mask is made without positions, or whose
-layers carry a state from token to token, lets a row see the one before it.
-"""
+"""Read a job and put its model, adapter, rows and optimizer together."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from windrow.crd import FINETUNE_JOB, FinetuneJobSpec, parse_job_spec
@@ -34,6 +29,7 @@ from windrow_sidecar.finetune.adapter.adapters import (
     check_reach,
     trainable,
 )
+from windrow_sidecar.finetune.adapter.compiled_layer import use_compiled
 from windrow_sidecar.finetune.adapter.config import prefix_tokens
 from windrow_sidecar.finetune.adapter.layer_programs import use_graphs, use_program
 from windrow_sidecar.finetune.adapter.served import not_served
@@ -50,14 +46,13 @@ from windrow_sidecar.finetune.engine.sharded_stream import ShardedStream
 from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
 from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.engine.suspension import between_modules
+from windrow_sidecar.finetune.job.packing import Packing, packing_of
 from windrow_sidecar.finetune.model.around import InTurn
 from windrow_sidecar.finetune.model.boundaries import Boundaries, TorchBoundaries
-from windrow_sidecar.finetune.model.capabilities import sees_before
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.finetune.model.layer_program import ProgramName
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.model.loss import Head
-from windrow_sidecar.finetune.model.structure import in_mode
 from windrow_sidecar.finetune.recompute.activation_budget import ActivationBudget, JobMemory
 from windrow_sidecar.finetune.recompute.checkpointed_layers import PlannedLayers
 from windrow_sidecar.finetune.tasklets import MicroLimits
@@ -70,6 +65,10 @@ from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, Schedu
 from windrow_sidecar.finetune.training.preference import PreferenceLoss
 
 log = logging.getLogger(__name__)
+
+# Tokens of a micro-batch where nobody waits for the device: a layer of an 8B model has to be long
+# enough there to hide what queueing it costs Python, several milliseconds (H200).
+MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +187,7 @@ class TrainingSession:
     rows: DataSplit
     notes: tuple[str, ...] = ()  # what a user has to know of it, those of the rows included
     program_why: str = ""  # why its layers run by another program than was asked for
+    packing: Packing = Packing(packed=False)  # noqa: RUF009 - is frozen
 
     def adapted(self) -> Any:  # noqa: ANN401 - peft is untyped
         """Return peft's model with all of the adapter, as it is now, to be saved."""
@@ -196,7 +196,22 @@ class TrainingSession:
     def micro_batch_tokens(self, most: int) -> int:
         """Padded tokens of a micro-batch that may have at most so many: rows may be too few."""
         training = self.job.spec.training
-        return min(most, self.longest_row * (training.micro_batch_size or training.batch_size))
+        rows = self.longest_row * (training.micro_batch_size or training.batch_size)
+        if self.stream.packed and self.packing.sizes is not None:
+            rows = max(rows, self.packing.sizes.most)
+        return min(most, rows)
+
+    @property
+    def packing_told(self) -> str:
+        """Text on whether rows are packed, as they are now; "" where there is nothing to say."""
+        if self.stream.packed == self.packing.packed:
+            return self.packing.told
+        return f"rows are {'' if self.stream.packed else 'not '}packed, as when the job began"
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """Notes, and how rows stand together: known once the job goes on from its checkpoint."""
+        return (*self.notes, self.packing_told) if self.packing_told else self.notes
 
 
 def rows_wanted(job: JobSpec, base: BaseModel) -> RowsWanted:
@@ -343,12 +358,22 @@ def open_session(
     learns = trainable(tuned)
     if base.frozen is not None:
         check_turns(learns)
-    if training.packing:
-        check_packing(stack, prefix=tuned.active_peft_config.is_prompt_learning)
     lengths = lengths_of(rows.train)
     ranks = sharding.ranks.ranks if sharding is not None else 1
     budget = _activation_budget(job, base, stack, learns, lengths, runtime, rows.together, ranks)
     plan = BatchPlan(rows.train_rows, training.batch_size, training.seed)
+    repeats = runtime.device.torch.type == "cuda" or runtime.program == "compiled"
+    packing = packing_of(
+        *(training, stack, rows, plan),
+        prefix=tuned.active_peft_config.is_prompt_learning,
+        tokens=MICRO_BATCH_TOKENS[runtime.device.torch.type],
+        unasked=repeats and sharding is None,  # what refuses packing runs layers of this rank alone
+        repeats=repeats,
+    )
+    not_compiled = ""
+    if runtime.program == "compiled":
+        turns = base.in_turns is not None
+        not_compiled = use_compiled(stack, packing.shapes, in_turns=turns, alive=alive)
     total = plan.total_steps(epochs=training.epochs, max_steps=training.max_steps)
     schedule = Schedule(training.schedule, training.learning_rate, total, training.warmup_ratio)
     stream = (TaskletStream if parts is None else partial(ShardedStream, parts))(
@@ -362,13 +387,14 @@ def open_session(
         sizing=runtime.sizing,
         order=runtime.order,
         seed=training.seed,
-        evaluation_policy=EvaluationPolicy.of(training),
+        evaluation_policy=EvaluationPolicy.of(training, packed=packing.packed),
+        line_sizes=packing.sizes,
         keep_for=budget.keep_for,
         preference=PreferenceLoss.of(training),
     )
     if runtime.between is not None:
         # Layers that run packed or as graphs ask between their parts, and call no module.
-        layers = stack.layers if stack.program == "eager" else ()
+        layers = stack.layers if stack.program in ("eager", "compiled") else ()
         between_modules(layers, stack.model.get_output_embeddings(), runtime.between)  # type: ignore[operator]
     origin = Origin.of(
         spec,
@@ -392,12 +418,15 @@ def open_session(
         why = f"layers run eagerly, not packed: {not_packed}"
     elif not_graphs:
         why = f"layers run packed, not as graphs: {not_graphs}"
+    elif not_compiled:
+        why = not_compiled
     if why or stack.program != "eager":
         notes = (*notes, why or by_program(stack))
     longest = max(lengths) * rows.together
     return TrainingSession(
         *(job, tuned, stream, longest, base.shared, origin, budget, runtime.device, rows, notes),
         program_why=why,
+        packing=packing,
     )
 
 
@@ -505,30 +534,6 @@ def without_effect(
         yield f"spec.model.revision is {model.revision}: the folder {model.name} has none"
 
 
-def check_packing(stack: DecoderStack, *, prefix: bool) -> None:
-    """Refuse packing where packed rows would train differently from padded ones.
-
-    Args:
-        stack: the model's layers, with the adapter.
-        prefix: whether the adapter is one.
-
-    Raises:
-        UserError: says why.
-    """
-    if prefix:
-        raise UserError(
-            "rows in one line would share one prefix",
-            field="spec.training.packing",
-            remedy="Set it to false for this type of adapter.",
-        )
-    if why := packing_refused(stack):
-        raise UserError(
-            f"{type(stack.model).__name__} cannot take several rows in one line: {why}",
-            field="spec.training.packing",
-            remedy="Set it to false for this model.",
-        )
-
-
 def check_turns(learns: Iterable[str]) -> None:
     """Refuse trained biases of offloaded layers: each visit would load the old ones again.
 
@@ -545,27 +550,3 @@ def check_turns(learns: Iterable[str]) -> None:
             field="spec.adapter.lora.bias",
             remedy="Write none, or use a machine whose memory holds the model.",
         )
-
-
-# Tokens of the two rows of the probe.
-FIRST, SECOND = 3, 4
-
-
-def packing_refused(stack: DecoderStack) -> str:
-    """Return why rows cannot be packed into one line; "" if they can.
-
-    Each layer runs once, on two rows of a few tokens: what it makes of the second row must not
-    depend on the first.
-    """
-    ids = torch.arange(FIRST + SECOND, device=stack.device)[None]
-    positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None].to(stack.device)
-    with in_mode(stack.model, training=False):
-        with torch.no_grad():
-            hidden, calls = stack.record(ids, positions=positions)
-            alone, _ = stack.record(ids[:, FIRST:])
-        if not torch.allclose(hidden[:, FIRST:], alone, rtol=1e-2, atol=1e-3):
-            return "its positions do not start over with a row"
-        for index, call in enumerate(calls):
-            if sees_before(stack, index, hidden, call, FIRST):
-                return f"in layer {index} a row sees the one before it"
-    return ""

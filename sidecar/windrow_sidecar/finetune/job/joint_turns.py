@@ -59,7 +59,7 @@ def why_apart(session: TrainingSession, base: BaseModel) -> str:
         return "the model's layers are streamed"
     if isinstance(session.stream, ShardedStream):
         return "its model is cut over ranks"
-    if spec.training.packing:
+    if session.stream.packed:
         return "its rows are packed into lines (spec.training.packing)"
     if PreferenceLoss.of(spec.training) is not None:
         return "its rows are pairs of answers"

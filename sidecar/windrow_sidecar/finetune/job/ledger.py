@@ -363,7 +363,7 @@ class Ledger:
 
     def _started(self, reason: Reason, where: str) -> None:
         self._tracking.begin()
-        notes = self._session.notes
+        notes = self._session.all_notes
         detail = "; ".join((where, *notes))
         self._reporter.event(WorkerEvent("STARTED", reason, detail, notes=notes))
 

@@ -41,6 +41,7 @@ from windrow_sidecar.finetune.model.layer_program import (
     StackGraphs,
     program_of,
 )
+from windrow_sidecar.finetune.model.packed_rows import rows_are
 from windrow_sidecar.finetune.model.structure import (
     asking,
     find_layers,
@@ -165,6 +166,7 @@ class DecoderStack:
         ids: Tensor,
         past: Any = None,  # noqa: ANN401 - a Cache of transformers
         positions: Tensor | None = None,
+        row_of: Tensor | None = None,
     ) -> tuple[Tensor, tuple[LayerCall, ...]]:
         """Ask the model what its first layer would get, and how it calls each (see `structure`).
 
@@ -172,11 +174,13 @@ class DecoderStack:
             ids: token ids, int64 [rows, tokens].
             past: keys and values before the first token; None: nothing is.
             positions: int64 [rows, tokens]; None: each row counts from 0.
+            row_of: see `begin`.
 
         Returns:
             hidden states, [rows, tokens, hidden], new memory, and the call of each layer.
         """
-        return record(self.decoder, self.layers, ids, past, positions, self.returned)
+        with rows_are(row_of):
+            return record(self.decoder, self.layers, ids, past, positions, self.returned)
 
     def begin(
         self,
@@ -185,10 +189,12 @@ class DecoderStack:
         positions: Tensor | None = None,
         dropout: DropoutKeys | None = None,
         longest: int = 0,
+        row_of: Tensor | None = None,
     ) -> Activations:
         """Embed `ids` ([rows, width], padded on the right) and look up how layers are called.
 
-        `positions`, of the same shape, tells rows apart that stand one after the other in one line.
+        `positions`, of the same shape, tells rows apart that stand one after the other in a line;
+        `row_of`, int64 as well, has their numbers, with which nobody waits for the device.
         `dropout`: by which units are dropped where the model does so ahead of its layers; None: as
         torch draws. `longest`: tokens of the longest of all rows that belong together, of which
         these may be some.
@@ -206,9 +212,9 @@ class DecoderStack:
             else:
                 past = prefix.past if prefix else None
                 with by_token(dropout if self.drops_embeddings else None):
-                    hidden, calls = self.record(ids, past, positions)
+                    hidden, calls = self.record(ids, past, positions, row_of)
                 if self.follows_longest:
-                    calls = self._beside(longest, ids, past, positions, before)
+                    calls = self._beside(longest, ids, past, positions, before, row_of)
                 if positions is None:
                     self._remember(key, calls)
         inputs: list[Tensor | None] = [hidden, *[None] * self.depth]
@@ -222,6 +228,7 @@ class DecoderStack:
         past: Any,  # noqa: ANN401 - a Cache of transformers
         positions: Tensor | None,
         before: int,
+        row_of: Tensor | None = None,
     ) -> tuple[LayerCall, ...]:
         """Return how layers are called for rows that pass beside one of `longest` tokens.
 
@@ -236,7 +243,9 @@ class DecoderStack:
             more = longest
             row = torch.arange(more, device=positions.device)[None]
             positions = torch.cat([positions, row.expand(len(positions), -1)], dim=1)
-        _, calls = self.record(functional.pad(ids, (0, more)), past, positions)
+        if row_of is not None:
+            row_of = functional.pad(row_of, (0, more), value=-1)
+        _, calls = self.record(functional.pad(ids, (0, more)), past, positions, row_of)
         ours = TokenWindow(0, width)
         return tuple(
             part_of(call, ours, dims, before=before)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from windrow_sidecar.finetune.model.boundaries import Activations
 
-ProgramName = Literal["eager", "packed", "graphs"]
+ProgramName = Literal["eager", "packed", "graphs", "compiled"]
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from windrow_sidecar.compute.queued import to_device
-from windrow_sidecar.finetune.tasklets import TokenWindow
+from windrow_sidecar.finetune.tasklets import PackedLines, TokenWindow
 
 # Odd constants of SplitMix64 (Steele, Lea, Flood 2014) and its finaliser, as signed 64-bit numbers.
 _STEP = -7046029254386353131
@@ -27,7 +27,7 @@ class DropoutKeys:
     """The position of the running tasklet, from which a model's dropouts draw their masks."""
 
     def __init__(self) -> None:
-        self._at: tuple[int, int, tuple[int, ...], TokenWindow, tuple[int, ...]] | None = None
+        self._at: tuple[int, int, tuple[int, ...], TokenWindow, PackedLines | None] | None = None
         self._tokens: Tensor | None = None
         self._chosen: Tensor | None = None
 
@@ -37,13 +37,13 @@ class DropoutKeys:
         step: int,
         rows: Sequence[int],
         window: TokenWindow,
-        packed: Sequence[int] = (),
+        packed: PackedLines | None = None,
     ) -> None:
-        """Say which tokens of which rows run next; `packed`: their lengths in one line.
+        """Say which tokens of which rows run next; `packed`: where they stand in lines.
 
         Note the tokens: each drops the same units wherever its row is.
         """
-        at = (seed, step, tuple(rows), window, tuple(packed))
+        at = (seed, step, tuple(rows), window, packed)
         if at != self._at:
             self._at, self._tokens = at, None
 
@@ -56,6 +56,15 @@ class DropoutKeys:
         finally:
             self._chosen = None
 
+    @contextmanager
+    def known(self, tokens: Tensor) -> Iterator[None]:
+        """Have `tokens` return those inside: [lines, tokens], int64."""
+        before, self._tokens = self._tokens, tokens
+        try:
+            yield
+        finally:
+            self._tokens = before
+
     def tokens(self, device: torch.device) -> Tensor:
         """Return a key for each token that runs: [lines, tokens], int64; or [tokens chosen]."""
         if self._at is None:
@@ -65,13 +74,33 @@ class DropoutKeys:
             base = _mixed(torch.tensor([seed, step], dtype=torch.int64))
             row = torch.tensor(rows, dtype=torch.int64)[:, None]
             position = torch.arange(window.begin, window.end, dtype=torch.int64)[None, :]
-            if packed:
-                line = slice(window.begin, window.end)
-                row = row.flatten().repeat_interleave(torch.tensor(packed))[None, line]
-                position = torch.cat([torch.arange(length) for length in packed])[None, line]
+            if packed is not None:
+                part = (slice(None), slice(window.begin, window.end))
+                row_of, position = (tensor[part] for tensor in places(packed))
+                row = torch.tensor((*rows, 0), dtype=torch.int64)[row_of]  # the last: padding
             row, position = _mixed(row * _STEP + base[0]), _mixed(position * _STEP + base[1])
             self._tokens = to_device(_mixed(row ^ position), device)
         return self._tokens if self._chosen is None else self._tokens.flatten()[self._chosen]
+
+
+def places(lines: PackedLines) -> tuple[Tensor, Tensor]:
+    """Return of which row each token of packed rows is, and at which position of it.
+
+    Both int64 [lines, width] on the host. Rows count from 0 in the order of the lines; padding has
+    the number behind the last row, and position 0.
+    """
+    rows = sum(map(len, lines.lengths))
+    row_of = torch.full((len(lines.lengths), lines.width), rows, dtype=torch.int64)
+    positions = torch.zeros_like(row_of)
+    row = 0
+    for line, lengths in enumerate(lines.lengths):
+        end = 0
+        for length in lengths:
+            begin, end = end, end + length
+            row_of[line, begin:end] = row
+            positions[line, begin:end] = torch.arange(length)
+            row += 1
+    return row_of, positions
 
 
 class TokenDropout(nn.Module):

@@ -26,6 +26,7 @@ from windrow_sidecar.finetune.engine.sizing import (
 )
 from windrow_sidecar.finetune.engine.stages import StepDone
 from windrow_sidecar.finetune.job.assembly import (
+    MICRO_BATCH_TOKENS,
     JobSpec,
     TaskletRuntime,
     TrainingSession,
@@ -42,9 +43,6 @@ from windrow_sidecar.finetune.standalone.measurement import Step, endless, measu
 from windrow_sidecar.finetune.tasklets import MicroLimits
 from windrow_sidecar.finetune.tensor_parallel.sharding import Sharding
 
-# Tokens of a micro-batch where nobody waits for the device: a layer of an 8B model has to be long
-# enough there to hide what queueing it costs Python, several milliseconds (H200).
-MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
 # Of a tasklet on a device that queues, where nobody waits: what is around a tasklet takes the host
 # longer than to launch the graphs of a layer. A command is heard after so many of them.
 QUEUED_LAYERS = 8

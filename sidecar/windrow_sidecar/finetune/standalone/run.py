@@ -19,7 +19,12 @@ from windrow.protocol import Ending, WorkerEvent
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.finetune.engine.sizing import Estimates
-from windrow_sidecar.finetune.job.assembly import JobSpec, TrainingSession, read_job
+from windrow_sidecar.finetune.job.assembly import (
+    MICRO_BATCH_TOKENS,
+    JobSpec,
+    TrainingSession,
+    read_job,
+)
 from windrow_sidecar.finetune.job.bucket import open_own_folder
 from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.job.gate import OpenGate
@@ -41,7 +46,6 @@ from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.model.precision import WeightForm
 from windrow_sidecar.finetune.model.shallow_clone import check_shared, shallow_clone
 from windrow_sidecar.finetune.standalone.dedicated import (
-    MICRO_BATCH_TOKENS,
     base_of,
     event_log,
     open_alone,

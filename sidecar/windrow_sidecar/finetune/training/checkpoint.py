@@ -100,7 +100,12 @@ class Fenced(WindrowError):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The position of a job in its training. Steps count from 0 to the job's total."""
+    """The position of a job in its training. Steps count from 0 to the job's total.
+
+    Attributes:
+        packed: whether its rows are packed; None: nothing has begun yet. It is how the job runs and
+            not where it is, so two positions are equal without it.
+    """
 
     step: int  # finished ones
     committed_rows: tuple[int, ...] = ()  # of the step on its way, already in the gradient sums
@@ -109,6 +114,7 @@ class Position:
     loss: float | None = None  # of the last finished step
     base_eval_loss: float | None = None
     judged: Judged = field(default_factory=Judged)
+    packed: bool | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +411,9 @@ class JobFolder:
         from safetensors.torch import save_file
 
         def fill(folder: Path) -> None:
-            _write_file(folder / STATE, json.dumps(asdict(position)).encode())
+            state = asdict(position)
+            packed = bool(state.pop("packed"))  # earlier versions know of no such state
+            _write_file(folder / STATE, json.dumps(state).encode())
             with told_by_system(folder / TENSORS):
                 save_file(dict(tensors), folder / TENSORS)
             sync_file(folder / TENSORS)
@@ -414,6 +422,7 @@ class JobFolder:
                 "job_uid": self.job_uid,
                 "epoch": self.epoch,
                 "origin": asdict(origin or Origin()),
+                "packed": packed,
                 "sha256": {name: _sha256(folder / name) for name in (STATE, TENSORS)},
             }
             _write_file(folder / MANIFEST, json.dumps(manifest, indent=2).encode())
@@ -611,6 +620,7 @@ def verify_checkpoint(
     state: dict[str, Any] = json.loads(contents[STATE])
     state["committed_rows"] = tuple(state["committed_rows"])
     state["judged"] = Judged(**state["judged"])
+    state["packed"] = bool(manifest.get("packed", False))  # False: as earlier versions were
     with told_by_system(Path(place, TENSORS)):
         tensors = load(contents[TENSORS])
     return Checkpoint(place, Position(**state), tensors, Origin(**manifest["origin"]))

@@ -28,6 +28,8 @@ class EvaluationPolicy:
 
     Attributes:
         packed: rows of a micro-batch stand one after the other.
+        keeps_packing: whether a job that resumes is packed or not as it began, whatever `packed`
+            says: its spec says nothing of it.
         max_rows: of a micro-batch; 0: no bound.
         eval_every: steps between two evaluations; 0: none but the first and the last.
         patience: evaluations in a row without a better loss that end the job; 0: it never ends
@@ -36,17 +38,19 @@ class EvaluationPolicy:
     """
 
     packed: bool = False
+    keeps_packing: bool = False
     max_rows: int = 0
     eval_every: int = 0
     patience: int = 0
     min_delta: float = 0.0
 
     @classmethod
-    def of(cls, spec: TrainingSpec) -> EvaluationPolicy:
-        """Read it from the spec."""
+    def of(cls, spec: TrainingSpec, *, packed: bool) -> EvaluationPolicy:
+        """Read it from the spec; `packed`: whether rows are, where the spec leaves it open."""
         stop = spec.early_stop
         return cls(
-            packed=spec.packing,
+            packed=packed if spec.packing is None else spec.packing,
+            keeps_packing=spec.packing is None,
             max_rows=spec.micro_batch_size or 0,
             eval_every=spec.eval_every_steps or 0,
             patience=stop.patience if stop else 0,
