@@ -219,7 +219,7 @@ def test_layers_that_compute_something_else_packed_run_eagerly():
 
 def test_a_worker_is_asked_by_its_environment(tmp_path, monkeypatch):
     assert wanted_program({}) == "eager"
-    with pytest.raises(UserError, match="'compiled' is not a valid layer program") as refused:
+    with pytest.raises(UserError, match="'fastest' is not a valid layer program") as refused:
         wanted_program({ENV_LAYER_PROGRAM: "fastest"})
     assert refused.value.field == ENV_LAYER_PROGRAM
     monkeypatch.setenv(ENV_LAYER_PROGRAM, "packed")
