@@ -257,6 +257,52 @@ def test_rows_of_a_web_server_are_read_with_their_places(web):
     assert lines_of(source) == [f"{address}/rows.jsonl:{n}" for n in (1, 3)]
 
 
+@pytest.fixture
+def proxy(monkeypatch):
+    """The requests that a proxy of the environment is asked for; it answers with a row each."""
+    asked = []
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            row = b'{"text": "a"}\n'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(row)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(row)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_port}")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "127.0.0.0/8, .svc")
+    yield asked
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_rows_of_a_web_server_come_by_the_proxy_of_the_environment(proxy):
+    assert lines_of("http://rows.invalid/rows.jsonl") == ["http://rows.invalid/rows.jsonl:1"]
+    assert proxy
+    assert set(proxy) == {"http://rows.invalid/rows.jsonl"}
+
+
+def test_an_address_in_a_range_of_no_proxy_is_dialled_without_it(proxy, web):
+    folder, address = web
+    write(folder / "rows.jsonl", '{"text": "b"}\n')
+    assert len(lines_of(f"{address}/rows.jsonl")) == 1
+    assert proxy == []
+
+
 SIGNED = (
     "?X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Signature=secret",
     "?sv=2022-11-02&st=2024-01-01T00%3A00%3A00Z&sr=b&sp=r&sig=secret%2Bx%3D",

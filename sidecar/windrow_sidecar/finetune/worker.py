@@ -27,6 +27,7 @@ from windrow.redaction import RedactingFormatter
 from windrow.rundir import ENV_COPY_RATE, ENV_LOG_DIR, ENV_POD_NAME, WORKER_LOG, RunDir
 from windrow_sidecar.finetune.colocated.job_logs import LOG_FORMAT
 from windrow_sidecar.finetune.colocated.standby import NICENESS, JobOrder
+from windrow_sidecar.finetune.data.outside import agree_on_authorities
 from windrow_sidecar.heap import uncollected
 from windrow_sidecar.process_exit import run_to_exit
 
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     to_log = logging.StreamHandler(sys.stderr)
     to_log.setFormatter(RedactingFormatter(LOG_FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[to_log])
+    agree_on_authorities()
     if options.standalone:
         _flush_denormals()
         from windrow_sidecar.finetune.standalone.dedicated import measure_alone

@@ -20,6 +20,7 @@ from windrow.protocol import error_line
 from windrow_sidecar.finetune.arrival.cache import AdapterCache
 from windrow_sidecar.finetune.arrival.sources import AdapterSource
 from windrow_sidecar.finetune.data import network_guard
+from windrow_sidecar.finetune.data.outside import agree_on_authorities
 from windrow_sidecar.finetune.data.remote import Credentials
 from windrow_sidecar.finetune.data.source_access import SourceAccess
 
@@ -62,6 +63,7 @@ def main() -> int:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     answer: dict[str, str] = {}
+    agree_on_authorities()
     try:
         fetch(json.loads(sys.stdin.readline()))
     except (WindrowError, OSError) as error:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow.wheel import install_client
+from windrow_sidecar.finetune.data.outside import spare_of_proxy
 
 # Of http(s)://, of the Hub, of s3://.
 CLIENTS = ("aiohttp", "httpx", "httpx2", "httpcore", "httpcore2", "botocore")
@@ -95,6 +96,12 @@ def storage_options(url: str, credentials: Credentials) -> dict[str, Any]:
         UserError: the Secret lacks a key.
     """
     scheme, values = urlsplit(url).scheme or "hf", credentials.values
+    if scheme in ("http", "https"):
+        spare_of_proxy(url)
+        # Else this client passes by the proxy that all others take.
+        return {"client_kwargs": {"trust_env": True}}
+    if scheme == "hf":
+        spare_of_proxy(os.environ.get("HF_ENDPOINT", ""))
     if not credentials.secret:
         return {"config_kwargs": found} if scheme == "s3" and (found := _of_store("")) else {}
     missing = [key for key in _NEEDED.get(scheme, ()) if not values.get(key)]
@@ -174,6 +181,7 @@ def _of_store(endpoint: str, by_host: str | None = None) -> dict[str, Any]:
         return {}  # opening the store says what to install
     own = Session()
     endpoint = endpoint or _own_endpoint(own)
+    spare_of_proxy(endpoint)
     host = urlsplit(endpoint).hostname or ""
     if not host or _is_below(host, _AMAZON):
         return {}

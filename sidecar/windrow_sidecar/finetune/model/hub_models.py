@@ -8,6 +8,7 @@ the Hub first with a token of its own, and gets the commit that the Hub has show
 from __future__ import annotations
 
 import errno
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from windrow.conditions import Reason
 from windrow.errors import Transient, UserError
 from windrow.redaction import redacted
 from windrow_sidecar.engines.weight_files import MODEL_FIELD
+from windrow_sidecar.finetune.data.outside import spare_of_proxy
 from windrow_sidecar.finetune.data.remote import Credentials, answers_later, is_of_client
 
 # Its weights, and what its tokenizer may be made of.
@@ -78,6 +80,7 @@ def from_hub(name: str, revision: str, reader: HubReader) -> Path:
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
 
+    spare_of_proxy(os.environ.get("HF_ENDPOINT", ""))
     with _told_of_hub(name, revision, reader):
         if not reader.is_process:
             url = hf_hub_url(name, "config.json", revision=revision)

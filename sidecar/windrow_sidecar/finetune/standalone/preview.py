@@ -20,6 +20,7 @@ from windrow.protocol import error_line
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.finetune.adapter.layer_programs import wanted_program
+from windrow_sidecar.finetune.data.outside import agree_on_authorities
 from windrow_sidecar.finetune.engine.orders import ORDERS
 from windrow_sidecar.finetune.engine.sizing import (
     Estimates,
@@ -206,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizing: TaskletSizing | int = Windows(options.window) if options.window else WholeRows()
     if options.bound_ms:
         sizing = round(options.bound_ms * 1e3)
+    agree_on_authorities()
     try:
         device = find_device(options.device)
         units = take_units(device, options.units)
