@@ -10,11 +10,13 @@ import pytest
 from support.vocabularies import letters
 
 from windrow.errors import UserError
-from windrow.proto import attach_pb2
+from windrow.proto import agent_pb2, attach_pb2
 from windrow.rows import DatasetRecord, row_of
 from windrow.rundir import RunDir
 from windrow.served_chats import SERVERS, as_served, left_out, server_of
+from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
+from windrow_sidecar.agent.slot import AgentSlot
 from windrow_sidecar.agent.worker_supervisor import WorkerSupervisor
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
 from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
@@ -176,6 +178,17 @@ def test_a_worker_hears_which_engine_serves(tmp_path):
     asyncio.run(supervisor.take(run))
     job = read_job(settings.run_dir.job_dir("u") / "job.json")
     assert (job.engine, job.served_by) == ("sglang-0.5.22", "sglang-0.5.22")
+
+
+@pytest.mark.parametrize(
+    ("chats", "known"), [("sglang-0.5.23", "sglang-0.5.23"), ("", ""), ("sglang-9.9.9", "")]
+)
+def test_a_slot_gives_jobs_the_form_that_its_engine_says(tmp_path, chats, known):
+    settings = AgentSettings(run_dir=RunDir(tmp_path))
+    slot = AgentSlot(0, settings, EventOutbox(), on_facts=lambda: None)
+    assert slot.jobs._engine() == ""
+    slot.hello = agent_pb2.EngineHello(engine="sglang", engine_version="0.5.23", chats=chats)
+    assert slot.jobs._engine() == known
 
 
 def test_a_spec_that_names_a_server_overrules_the_engine(tmp_path):

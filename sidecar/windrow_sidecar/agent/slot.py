@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 from windrow.conditions import Reason
 from windrow.proto import agent_pb2, attach_pb2
-from windrow.served_chats import server_of
+from windrow.served_chats import SERVERS
 from windrow_sidecar import _core
 from windrow_sidecar.agent.channel import OutgoingQueue
 from windrow_sidecar.agent.forking import ForkServer
@@ -139,8 +139,9 @@ class AgentSlot:
         self._prepare()
 
     def _server_of_chats(self) -> str:
-        hello = self.hello
-        return "" if hello is None else server_of(hello.engine, hello.engine_version)
+        # Of an engine of a later version it may be one that is not known here.
+        chats = self.hello.chats if self.hello is not None else ""
+        return chats if chats in SERVERS else ""
 
     def _devices(self, hello: agent_pb2.EngineHello) -> WorkerDevices:
         """Return what of the pod's devices workers are shown: where there are more, decode's."""

@@ -19,6 +19,7 @@ def engine_hello(
     *,
     model: str,
     endpoint: str,
+    chats: str = "",
 ) -> agent_pb2.EngineHello:
     """Build the hello of an engine of this process.
 
@@ -29,6 +30,8 @@ def engine_hello(
         run_dir: that it shares with the agent, as its slot sees it.
         model: path or name of the served model.
         endpoint: URL at which it serves.
+        chats: form in which it gives requests with turns to its chat template, of
+            `windrow.served_chats`; "": it takes none.
     """
     sharing = device.sharing
     return agent_pb2.EngineHello(
@@ -54,4 +57,5 @@ def engine_hello(
         sharing_code=sharing.code if sharing else "",
         device_uuid=driver(device.driver).facts["uuid"],
         cores=device.cores,
+        chats=chats,
     )

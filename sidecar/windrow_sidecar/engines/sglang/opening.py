@@ -19,6 +19,7 @@ from windrow.crd import slot_name
 from windrow.errors import InvariantBroken, UserError
 from windrow.eventlog import EventLog
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, RunDir, stored_profiles
+from windrow.served_chats import server_of
 from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.confined import GraphShares, confine
@@ -109,6 +110,8 @@ def harvest_scheduler(
         run_dir,
         model=str(args.model_path),
         endpoint=f"http://{args.host}:{args.port}",
+        # Without a tokenizer it gets tokens, as from Dynamo's frontend, which writes chats itself.
+        chats="" if args.skip_tokenizer_init else server_of("sglang", version("sglang")),
     )
     if log is not None:
         with device.background_threads():
