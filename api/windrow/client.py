@@ -55,6 +55,7 @@ from windrow.kubeconfig import (
     Kubeconfig,
     has_plugin,
     impersonation_headers,
+    let_plugins_be_heard,
     require_usable,
     token_of_file,
 )
@@ -547,6 +548,7 @@ def _load(kubeconfig: Filename | None, context: str) -> tuple[k8s.ApiClient, str
         require_usable(user)
         in_file = bool(token_of_file(user))
         configuration = k8s.Configuration()
+        let_plugins_be_heard()
         k8s_config.load_kube_config(
             read.filled or path or None,
             context=context or None,

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 from urllib.parse import quote
 
 import yaml
+from kubernetes.config import exec_provider
 
 from windrow.errors import UserError
 
@@ -226,6 +229,26 @@ def _no_token(user: ConfiguredUser, why: str) -> UserError:
         field="tokenFile",
         remedy="Write the token there, or name another file.",
     )
+
+
+class _Heard(subprocess.Popen[str]):
+    """A credential plugin whose user sees what it says."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - as the library calls
+        super().__init__(*args, **{**options, "stderr": None})
+
+    def communicate(self, *args: Any, **options: Any) -> tuple[str, str]:  # noqa: ANN401
+        said, _ = super().communicate(*args, **options)
+        return said, ""
+
+
+def let_plugins_be_heard() -> None:
+    """Let credential plugins speak to the user wherever this process's output goes.
+
+    The library keeps their standard error to itself where standard output is no terminal: a plugin
+    that asks its user to log in by a code then waits, and nobody knows. kubectl shows it.
+    """
+    exec_provider.subprocess = SimpleNamespace(PIPE=subprocess.PIPE, Popen=_Heard)
 
 
 def has_plugin(user: ConfiguredUser | None) -> bool:

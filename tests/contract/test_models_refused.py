@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from windrow.crd import DatasetSpec
 from windrow.errors import UserError
+from windrow_sidecar.engine_facts import AdapterLimits
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
 from windrow_sidecar.finetune.adapter.served import not_served
 from windrow_sidecar.finetune.job.assembly import JobSpec, read_examples
@@ -252,6 +253,35 @@ def test_modules_that_servers_compute_as_one_are_to_be_adapted_together(model, t
     assert not_served(tuned, spec) is None
     found = not_served(tuned, deployed)
     assert (lacking in str(found)) if lacking else (found is None)
+
+
+@pytest.mark.parametrize(
+    ("limits", "field", "problem"),
+    [
+        (AdapterLimits(), "", ""),
+        (AdapterLimits(rank=4, targets=("k_proj", "o_proj")), "", ""),
+        (AdapterLimits(rank=3), "spec.adapter.lora.rank", "rank 3 at most, and this has 4"),
+        (
+            AdapterLimits(targets=("gate_proj", "o_proj")),
+            "spec.adapter.lora.targetModules",
+            "loads adapters of gate_proj and o_proj, and this has q_proj and v_proj",
+        ),
+        (AdapterLimits(off=True), "spec.output.deploy", "loads no adapters. Start it with"),
+    ],
+)
+def test_what_the_server_beside_would_not_load_is_refused_before_it_is_trained(
+    limits, field, problem
+):
+    """SGLang's pool of adapters refuses a larger rank, and targets that were not named."""
+    lora = {"rank": 2, "alpha": 4, "targetModules": "q_proj,v_proj", "rankPattern": {"v_proj": 4}}
+    spec = small_spec({"lora": lora})
+    named = {"destination": "/out", "deploy": {"enabled": True}}
+    deployed = spec.model_copy(update={"output": type(spec.output).model_validate(named)})
+    tuned = add_adapter(random_model("Llama"), spec)
+    assert not_served(tuned, spec, limits) is None
+    found = not_served(tuned, deployed, limits)
+    assert (found.field if found else "") == field
+    assert problem in str(found or "")
 
 
 def test_an_embedding_is_told_by_what_it_is_not_by_its_name():

@@ -18,6 +18,7 @@ from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import AgentSlot
 from windrow_sidecar.agent.worker_supervisor import WorkerSupervisor
+from windrow_sidecar.engine_facts import AdapterLimits, EngineFacts
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
 from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
 
@@ -172,12 +173,16 @@ def test_a_worker_hears_which_engine_serves(tmp_path):
     assign = attach_pb2.Assign(job_uid="u", job_name="j", epoch=1, spec_json=json.dumps(spec))
     run = SimpleNamespace(assign=assign, ended=None, asked_to_end=False, send=lambda command: None)
     supervisor = WorkerSupervisor(
-        settings, 0, on_exit=lambda end: None, engine=lambda: "sglang-0.5.22"
+        settings,
+        0,
+        on_exit=lambda end: None,
+        engine=lambda: EngineFacts("sglang-0.5.22", AdapterLimits(rank=16)),
     )
     supervisor.runs.append(run)
     asyncio.run(supervisor.take(run))
     job = read_job(settings.run_dir.job_dir("u") / "job.json")
-    assert (job.engine, job.served_by) == ("sglang-0.5.22", "sglang-0.5.22")
+    assert job.engine == EngineFacts("sglang-0.5.22", AdapterLimits(rank=16))
+    assert job.served_by == "sglang-0.5.22"
 
 
 @pytest.mark.parametrize(
@@ -186,9 +191,12 @@ def test_a_worker_hears_which_engine_serves(tmp_path):
 def test_a_slot_gives_jobs_the_form_that_its_engine_says(tmp_path, chats, known):
     settings = AgentSettings(run_dir=RunDir(tmp_path))
     slot = AgentSlot(0, settings, EventOutbox(), on_facts=lambda: None)
-    assert slot.jobs._engine() == ""
-    slot.hello = agent_pb2.EngineHello(engine="sglang", engine_version="0.5.23", chats=chats)
-    assert slot.jobs._engine() == known
+    assert slot.jobs._engine() == EngineFacts()
+    limits = agent_pb2.AdapterLimits(rank=16, targets=["q_proj"])
+    slot.hello = agent_pb2.EngineHello(engine="sglang", chats=chats, adapters=limits)
+    facts = slot.jobs._engine()
+    assert facts == EngineFacts(known, AdapterLimits(rank=16, targets=("q_proj",)))
+    assert EngineFacts.of_document(facts.document()) == facts
 
 
 def test_a_spec_that_names_a_server_overrules_the_engine(tmp_path):
@@ -199,6 +207,8 @@ def test_a_spec_that_names_a_server_overrules_the_engine(tmp_path):
         "output": {"destination": "/out"},
     }
     path = tmp_path / "job.json"
-    path.write_text(json.dumps({"name": "j", "uid": "u", "spec": spec, "engine": "sglang-0.5.22"}))
+    path.write_text(
+        json.dumps({"name": "j", "uid": "u", "spec": spec, "engine": {"chats": "sglang-0.5.22"}})
+    )
     job: JobSpec = read_job(path)
-    assert (job.engine, job.served_by) == ("sglang-0.5.22", "vllm")
+    assert (job.engine.chats, job.served_by) == ("sglang-0.5.22", "vllm")

@@ -438,6 +438,15 @@ def test_an_answer_without_a_prompt_is_context():
     assert [rendered.text[a:b] for a, b in rendered.learnt] == ["Hello Paris</s>\n"]
 
 
+def test_answers_that_begin_a_conversation_are_told():
+    found, notes = spoken(PLAIN, (("assistant", "hi"), ("assistant", "you")))
+    assert found == ["you</s>\n"]
+    assert "answers are not learnt: they begin their conversations" in notes
+    assert "(first in rows.jsonl:1)" in notes
+    with pytest.raises(UserError, match="begins the conversation, so nothing asks for it"):
+        spoken(PLAIN, (("assistant", "hi"), ("user", "you")))
+
+
 def spoken(template, talk, *, specials=(), eos=None, learn_all=False):
     """Return what is learnt of a conversation, and the notes of it."""
     tokenizer = letters()

@@ -116,6 +116,28 @@ def test_a_plugin_that_fails_ends_the_command_before_a_call(tmp_path, server):
     assert server.seen == []
 
 
+@pytest.mark.parametrize("ends", ["exit 1", "echo '{answer}'"])
+def test_what_a_plugin_says_to_its_user_is_shown_where_output_is_piped(
+    tmp_path, server, capfd, ends
+):
+    """A login by a code would wait for somebody who does not know of it."""
+    version = "client.authentication.k8s.io/v1"
+    answer = {"apiVersion": version, "kind": "ExecCredential", "status": {"token": "t"}}
+    script = tmp_path / "plugin"
+    said = ends.format(answer=json.dumps(answer))
+    script.write_text(f"#!/bin/sh\necho 'enter the code 1234' >&2\n{said}\n")
+    script.chmod(0o755)
+    plugin = {"command": str(script), "apiVersion": version}
+    path = config_of(tmp_path, server.server_port, exec=plugin)
+    if ends == "exit 1":
+        with pytest.raises(UserError, match="plugin gave no credentials"):
+            WindrowClient(path)
+    else:
+        assert WindrowClient(path).jobs() == []
+        assert server.seen[0]["Authorization"] == "Bearer t"
+    assert "enter the code 1234" in capfd.readouterr().err
+
+
 def test_of_several_files_the_first_that_names_a_user_counts(tmp_path):
     first = tmp_path / "first"
     first.write_text(yaml.safe_dump({"current-context": "here", "users": []}))

@@ -17,7 +17,7 @@ class EngineReport(_message.Message):
     def __init__(self, hello: _Optional[_Union[EngineHello, _Mapping]] = ..., stats: _Optional[_Union[EngineStats, _Mapping]] = ..., profile: _Optional[_Union[EngineProfile, _Mapping]] = ...) -> None: ...
 
 class EngineHello(_message.Message):
-    __slots__ = ("protocol_version", "slot", "pid", "engine", "engine_version", "model", "model_fingerprint", "device", "driver", "compute_units", "finetune_levels", "chunk_bytes", "chunks", "tensor_parallel", "endpoint", "arena_socket", "weights_manifest", "sharing", "sharing_reason", "device_uuid", "cores", "sharing_code", "chats")
+    __slots__ = ("protocol_version", "slot", "pid", "engine", "engine_version", "model", "model_fingerprint", "device", "driver", "compute_units", "finetune_levels", "chunk_bytes", "chunks", "tensor_parallel", "endpoint", "arena_socket", "weights_manifest", "sharing", "sharing_reason", "device_uuid", "cores", "sharing_code", "chats", "adapters")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class EngineHello(_message.Message):
     CORES_FIELD_NUMBER: _ClassVar[int]
     SHARING_CODE_FIELD_NUMBER: _ClassVar[int]
     CHATS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     slot: int
     pid: int
@@ -64,7 +65,18 @@ class EngineHello(_message.Message):
     cores: _containers.RepeatedScalarFieldContainer[int]
     sharing_code: str
     chats: str
-    def __init__(self, protocol_version: _Optional[int] = ..., slot: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., arena_socket: _Optional[str] = ..., weights_manifest: _Optional[str] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., device_uuid: _Optional[str] = ..., cores: _Optional[_Iterable[int]] = ..., sharing_code: _Optional[str] = ..., chats: _Optional[str] = ...) -> None: ...
+    adapters: AdapterLimits
+    def __init__(self, protocol_version: _Optional[int] = ..., slot: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., arena_socket: _Optional[str] = ..., weights_manifest: _Optional[str] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., device_uuid: _Optional[str] = ..., cores: _Optional[_Iterable[int]] = ..., sharing_code: _Optional[str] = ..., chats: _Optional[str] = ..., adapters: _Optional[_Union[AdapterLimits, _Mapping]] = ...) -> None: ...
+
+class AdapterLimits(_message.Message):
+    __slots__ = ("off", "rank", "targets")
+    OFF_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    off: bool
+    rank: int
+    targets: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, off: _Optional[bool] = ..., rank: _Optional[int] = ..., targets: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EngineStats(_message.Message):
     __slots__ = ("steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "busy_seconds", "breaker", "predicted_tokens_per_second", "decision_p50_seconds", "decision_p99_seconds", "requests_completed", "tpot_histogram", "tpot_sum_seconds", "objective_seconds", "paused", "decision_seconds", "tpot_objective_ratio", "predictor_ratio", "chunk_return_seconds", "chunks_lent", "chunks_revoked", "chunks_reclaimed", "guard_trips", "granted_unit_seconds", "predictor_margin", "throttled_periods", "throttled_seconds", "first_tokens", "first_tokens_over_objective", "predicted_from", "adapters", "ranks")

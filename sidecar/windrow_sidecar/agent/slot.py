@@ -11,7 +11,6 @@ from typing import Final, Protocol
 
 from windrow.conditions import Reason
 from windrow.proto import agent_pb2, attach_pb2
-from windrow.served_chats import SERVERS
 from windrow_sidecar import _core
 from windrow_sidecar.agent.channel import OutgoingQueue
 from windrow_sidecar.agent.forking import ForkServer
@@ -30,6 +29,7 @@ from windrow_sidecar.compute.utilization import (
     make_meter,
     visible_device,
 )
+from windrow_sidecar.engine_facts import EngineFacts
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class AgentSlot:
             worker_changed=self._worker_changed,
             why_paused=lambda: self.stats.paused,
             end_gpu_work=end_gpu_work,
-            engine=self._server_of_chats,
+            engine=lambda: EngineFacts.of_hello(self.hello),
         )
         self._preparing: asyncio.Task[None] | None = None
         self._showing: asyncio.Task[None] | None = None
@@ -137,11 +137,6 @@ class AgentSlot:
         self._tell_who_lives()
         await self._enter_arena()
         self._prepare()
-
-    def _server_of_chats(self) -> str:
-        # Of an engine of a later version it may be one that is not known here.
-        chats = self.hello.chats if self.hello is not None else ""
-        return chats if chats in SERVERS else ""
 
     def _devices(self, hello: agent_pb2.EngineHello) -> WorkerDevices:
         """Return what of the pod's devices workers are shown: where there are more, decode's."""

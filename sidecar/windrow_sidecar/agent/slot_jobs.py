@@ -13,6 +13,7 @@ from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.worker_process import EndGpuWork, Standby
 from windrow_sidecar.agent.worker_supervisor import WorkerSupervisor
+from windrow_sidecar.engine_facts import EngineFacts
 
 Refusal = tuple[Reason, str]
 
@@ -30,7 +31,7 @@ class SlotJobs:
         worker_changed: called when a worker has been started or reaped.
         why_paused: says why decode lets the worker wait; empty: it does not.
         end_gpu_work: of a worker's process, before it is killed.
-        engine: says which server of chats decode is (see `write_job`).
+        engine: says what is known of decode's engine.
 
     Attributes:
         runs: those that go on, and the last that have ended, oldest first.
@@ -51,7 +52,7 @@ class SlotJobs:
         worker_changed: Callable[[], None],
         why_paused: Callable[[], str],
         end_gpu_work: EndGpuWork | None = None,
-        engine: Callable[[], str] = str,
+        engine: Callable[[], EngineFacts] = EngineFacts,
     ) -> None:
         self._settings, self._index, self._outbox = settings, index, outbox
         self._why_paused = why_paused

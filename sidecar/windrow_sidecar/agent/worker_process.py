@@ -28,6 +28,7 @@ from windrow.rundir import (
 from windrow_sidecar.agent.fork_server import ROOM, ROOM_BYTES, ForkOrder
 from windrow_sidecar.agent.forking import ComingChild, ForkServer, WorkerChild, signal_group
 from windrow_sidecar.agent.settings import AgentSettings
+from windrow_sidecar.engine_facts import NOTHING_KNOWN, EngineFacts
 
 _log = logging.getLogger(__name__)
 
@@ -55,10 +56,10 @@ def worker_arguments(settings: AgentSettings, assign: attach_pb2.Assign) -> list
     ]
 
 
-def write_job(settings: AgentSettings, assign: attach_pb2.Assign, engine: str = "") -> Path:
+def write_job(
+    settings: AgentSettings, assign: attach_pb2.Assign, engine: EngineFacts = NOTHING_KNOWN
+) -> Path:
     """Write a job's spec to its directory, where its worker looks for it; returns that directory.
-
-    `engine`: the server of chats that decode is, of `windrow.served_chats`; "": none.
 
     Raises:
         OSError: it cannot be written.
@@ -74,7 +75,7 @@ def write_job(settings: AgentSettings, assign: attach_pb2.Assign, engine: str = 
         "epoch": assign.epoch,
         "spec": json.loads(assign.spec_json),
         "checkpoint": assign.checkpoint_path,
-        "engine": engine,
+        "engine": engine.document(),
         "outputs": list(assign.outputs.trees) if assign.HasField("outputs") else None,
         "access": access_document(settings, assign.access) if assign.HasField("access") else None,
     }
@@ -148,7 +149,7 @@ class WorkerProcess:
         settings: AgentSettings,
         assign: attach_pb2.Assign,
         standby: Standby | None = None,
-        engine: str = "",
+        engine: EngineFacts = NOTHING_KNOWN,
     ) -> WorkerProcess:
         """Write the job's spec to its directory and start the worker, the waiting one if it is."""
         log = write_job(settings, assign, engine) / WORKER_LOG

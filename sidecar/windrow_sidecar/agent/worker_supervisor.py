@@ -21,6 +21,7 @@ from windrow_sidecar.agent.worker_process import (
     WorkerProcess,
     write_job,
 )
+from windrow_sidecar.engine_facts import EngineFacts
 from windrow_sidecar.turn import forget_turn, read_turn
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class WorkerSupervisor:
         slot: its index.
         on_exit: called once the process has been reaped, with how its last run ended.
         end_gpu_work: of the process, before it is killed.
-        engine: says which server of chats decode is (see `write_job`).
+        engine: says what is known of decode's engine.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class WorkerSupervisor:
         *,
         on_exit: Callable[[str], None],
         end_gpu_work: EndGpuWork | None = None,
-        engine: Callable[[], str] = str,
+        engine: Callable[[], EngineFacts] = EngineFacts,
     ) -> None:
         self._settings, self._slot, self._on_exit = settings, slot, on_exit
         self._end_gpu_work, self._engine = end_gpu_work, engine

@@ -20,6 +20,7 @@ def engine_hello(
     model: str,
     endpoint: str,
     chats: str = "",
+    adapters: agent_pb2.AdapterLimits | None = None,
 ) -> agent_pb2.EngineHello:
     """Build the hello of an engine of this process.
 
@@ -32,6 +33,7 @@ def engine_hello(
         endpoint: URL at which it serves.
         chats: form in which it gives requests with turns to its chat template, of
             `windrow.served_chats`; "": it takes none.
+        adapters: its limits on those that it loads; None: none are known.
     """
     sharing = device.sharing
     return agent_pb2.EngineHello(
@@ -58,4 +60,5 @@ def engine_hello(
         device_uuid=driver(device.driver).facts["uuid"],
         cores=device.cores,
         chats=chats,
+        adapters=adapters,
     )

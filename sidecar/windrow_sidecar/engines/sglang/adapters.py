@@ -15,6 +15,21 @@ from windrow.proto import agent_pb2
 _log = logging.getLogger(__name__)
 
 
+def adapter_limits(args: Any) -> agent_pb2.AdapterLimits:  # noqa: ANN401 - SGLang's ServerArgs
+    """Return a server's limits on adapters, as its command line has them.
+
+    Its memory pool refuses a larger rank, and targets that were not named
+    (`srt/lora/mem_pool.py`).
+    """
+    if not args.enable_lora:
+        return agent_pb2.AdapterLimits(off=True)
+    if args.lora_paths:  # they widen both
+        return agent_pb2.AdapterLimits()
+    named = sorted(args.lora_target_modules or ())
+    targets = [] if "all" in named else named
+    return agent_pb2.AdapterLimits(rank=args.max_lora_rank or 0, targets=targets)
+
+
 class SchedulerAdapters:
     """The adapters of a scheduler. Called on a thread beside the scheduler's.
 

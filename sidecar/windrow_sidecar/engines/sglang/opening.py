@@ -32,7 +32,7 @@ from windrow_sidecar.engines.opening import open_harvest
 from windrow_sidecar.engines.profile import Subject, check_reusable
 from windrow_sidecar.engines.rank_pages import RankMeter, RankPages, look_at_others
 from windrow_sidecar.engines.sglang import compat
-from windrow_sidecar.engines.sglang.adapters import SchedulerAdapters
+from windrow_sidecar.engines.sglang.adapters import SchedulerAdapters, adapter_limits
 from windrow_sidecar.engines.sglang.harvesting import HarvestParts, SchedulerHarvest
 from windrow_sidecar.engines.sglang.in_engine import JobThread
 from windrow_sidecar.engines.sglang.learning import ReusedProfile
@@ -112,6 +112,7 @@ def harvest_scheduler(
         endpoint=f"http://{args.host}:{args.port}",
         # Without a tokenizer it gets tokens, as from Dynamo's frontend, which writes chats itself.
         chats="" if args.skip_tokenizer_init else server_of("sglang", version("sglang")),
+        adapters=adapter_limits(args),
     )
     if log is not None:
         with device.background_threads():

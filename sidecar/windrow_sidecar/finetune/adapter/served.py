@@ -18,6 +18,7 @@ from torch import Tensor
 from windrow.conditions import Reason
 from windrow.crd import FinetuneJobSpec
 from windrow.errors import UserError
+from windrow_sidecar.engine_facts import NO_LIMITS, AdapterLimits
 
 
 def as_served(
@@ -71,7 +72,11 @@ def as_served(
     return tensors, said
 
 
-def not_served(model: Any, spec: FinetuneJobSpec) -> UserError | None:  # noqa: ANN401
+def not_served(
+    model: Any,  # noqa: ANN401
+    spec: FinetuneJobSpec,
+    limits: AdapterLimits = NO_LIMITS,
+) -> UserError | None:
     """Return why servers would leave out a part of an adapter that is to be loaded; None: nothing.
 
     Experts that lie in one tensor are adapted as parts of it, under names that SGLang passes over.
@@ -81,15 +86,25 @@ def not_served(model: Any, spec: FinetuneJobSpec) -> UserError | None:  # noqa: 
     Args:
         model: peft's, with the adapter in it.
         spec: the job's.
+        limits: of the server beside, which is one of those that get the adapter.
     """
     if not spec.output.deploy.enabled:
         return None
+    if limits.off:
+        return _not_served(
+            "the server beside loads no adapters",
+            "Start it with --enable-lora",
+            "spec.output.deploy",
+        )
     if getattr(model.active_peft_config, "target_parameters", None):
         return _not_served(
             "servers leave out an adapter of experts that lie in one tensor",
             "Name modules outside of the experts",
         )
-    found = sorted(_lora_layers(model, model.active_adapter))
+    layers = _lora_layers(model, model.active_adapter)
+    if refused := _beyond(layers, model.active_adapter, limits):
+        return refused
+    found = sorted(layers)
     beside: dict[str, set[str]] = {}
     for name in found:
         parent, _, last = name.rpartition(".")
@@ -118,10 +133,37 @@ _STACKED: Final = (
 )
 
 
-def _not_served(problem: str, remedy: str) -> UserError:
+def _beyond(layers: Mapping[str, Any], adapter: str, limits: AdapterLimits) -> UserError | None:
+    """Return which limit of a server an adapter is beyond; None: none."""
+    rank = max((int(layer.r[adapter]) for layer in layers.values()), default=0)
+    if limits.rank and rank > limits.rank:
+        return _not_served(
+            f"the server beside loads adapters of rank {limits.rank} at most, and this has {rank}",
+            f"Write {limits.rank}, or start the server with --max-lora-rank {rank}",
+            "spec.adapter.lora.rank",
+        )
+    taken = set(map(_loaded_as, limits.targets))
+    last = {name.rpartition(".")[2] for name in layers}
+    if taken and (others := {name for name in last if _loaded_as(name) not in taken}):
+        return _not_served(
+            f"the server beside loads adapters of {_listed(limits.targets)}, and this has "
+            f"{_listed(others)}",
+            "Name its targets, or start the server with --lora-target-modules all",
+        )
+    return None
+
+
+def _loaded_as(name: str) -> str:
+    """Return the name of the layer that SGLang computes a module by."""
+    return next((min(stacked) for stacked, _ in _STACKED if name in stacked), name)
+
+
+def _not_served(
+    problem: str, remedy: str, field: str = "spec.adapter.lora.targetModules"
+) -> UserError:
     return UserError(
         problem,
-        field="spec.adapter.lora.targetModules",
+        field=field,
         remedy=f"{remedy}, or leave out spec.output.deploy.",
         reason=Reason.INVALID_SPEC,
     )

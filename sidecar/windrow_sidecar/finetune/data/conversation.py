@@ -73,6 +73,7 @@ class Conversations:
         # Answers without a header that the template writes and does not ask by, and those whose
         # end is that of their turn, since the template writes something else behind the last one.
         self.headed, self.ended = Tally(), Tally()
+        self.unprompted = Tally()  # answers that begin a conversation
         self.unread: Counter[str] = Counter()  # rows with a field of which the text has nothing
         self.dates: set[str] = set()  # what templates made of the time
         # Whether an earlier version made other tokens of a row, and in which way.
@@ -217,8 +218,16 @@ class Conversations:
         learnt: list[tuple[int, int]] = []
         why = ""
         for i, turn in enumerate(turns):
-            # Without a turn before it no prompt can be rendered.
-            if turn["role"] != "assistant" or i == 0:
+            if turn["role"] != "assistant":
+                continue
+            if i == 0:  # nothing is there to render a prompt of
+                if len(turns) == 1:
+                    raise bad_row(
+                        row.where,
+                        "its only answer begins the conversation, so nothing asks for it",
+                        "Write the turn that it answers before it, or drop the row.",
+                    )
+                self.unprompted.add(row.where)
                 continue
             prompt = self._text(row, turns[:i], prompt=True)
             answered = whole if i + 1 == len(turns) else self._text(row, turns[: i + 1])

@@ -169,6 +169,11 @@ class RowTokenizer:
                 "chat template leaves it out, as some do with thoughts (first in "
                 f"{shortened.first})"
             )
+        if unprompted := self._conversations.unprompted:
+            yield (
+                f"{unprompted.count} answers are not learnt: they begin their conversations, so "
+                f"nothing asks for them (first in {unprompted.first})"
+            )
         if headed := self._conversations.headed:
             yield (
                 f"{headed.count} answers are learnt without a header before them, which the "

@@ -22,6 +22,7 @@ from windrow.served_chats import PLAIN
 from windrow.sglang import own_rendering
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
+from windrow_sidecar.engine_facts import NO_LIMITS, NOTHING_KNOWN, EngineFacts
 from windrow_sidecar.finetune.adapter.adapters import (
     ADAPTER,
     Adapter,
@@ -85,8 +86,7 @@ class JobSpec:
         access: what may be read.
         checkpoint: that the job has to go on from, as the operator knows it; "": none is known.
         begun: when its folder was first claimed, on the clock of that machine; None: not yet.
-        engine: the server that the slot's engine is, of `windrow.served_chats`; "": it takes no
-            chats, is not known, or there is no slot.
+        engine: what is known of the slot's engine.
         rendered_for: the server whose requests its rows are rendered as; "": see `served_by`.
     """
 
@@ -103,13 +103,13 @@ class JobSpec:
     checkpoint: str = ""
     access: SourceAccess = UNCONFINED
     begun: datetime | None = None
-    engine: str = ""
+    engine: EngineFacts = NOTHING_KNOWN
     rendered_for: str = ""
 
     @property
     def served_by(self) -> str:
         """The server whose requests rows are rendered as, where its folder does not say."""
-        return self.rendered_for or self.spec.dataset.served_by or self.engine or PLAIN
+        return self.rendered_for or self.spec.dataset.served_by or self.engine.chats or PLAIN
 
     def of_folder(self, folder: JobFolder) -> JobSpec:
         """Return it with what its folder, which is claimed, says of it.
@@ -167,7 +167,7 @@ def read_job(path: Path, output: str | None = None) -> JobSpec:
         spec=parse_job_spec(document["spec"]),
         outputs=None if outputs is None else tuple(map(Path, outputs)),
         checkpoint=str(document.get("checkpoint") or ""),
-        engine=str(document.get("engine") or ""),
+        engine=EngineFacts.of_document(document.get("engine")),
         access=SourceAccess.of(document.get("access"), outputs or (), namespace),
     )
 
@@ -228,7 +228,7 @@ def rows_wanted(job: JobSpec, base: BaseModel) -> RowsWanted:
         access=job.access,
         begun=job.begun,
         served_by=job.served_by,
-        engine=job.engine,
+        engine=job.engine.chats,
         of_hub=base.of_hub,
     )
 
@@ -253,7 +253,7 @@ def read_examples(
         learn_all=training.loss == "all",
         now=job.begun,
         served_by=job.served_by,
-        engine=job.engine,
+        engine=job.engine.chats,
     )
     limits = ModelLimits.of(base.config, prefix=prefix_tokens(job.spec))
     return read_dataset(
@@ -328,7 +328,8 @@ def open_session(
     else:
         tuned, parts = sharding.add_adapter(base.model, spec, job.access)
     # A job that is on its way ends with an adapter that is worth having, loaded or not.
-    if (unserved := not_served(tuned, spec)) and not job.checkpoint:
+    limits = job.engine.adapters if base.shared else NO_LIMITS  # of this model's server alone
+    if (unserved := not_served(tuned, spec, limits)) and not job.checkpoint:
         raise unserved
     stack = DecoderStack(base.model, base.in_turns, runtime.units)
     check_reach(tuned, stack)
