@@ -35,7 +35,7 @@ def test_what_is_set_stays_and_a_directory_or_nothing_changes_nothing(tmp_path):
 
 
 def test_a_context_of_ssl_reads_the_variable_when_it_is_made(tmp_path, monkeypatch):
-    """So it counts for clients that make theirs later, as those of a worker do."""
+    """Clients of a worker make theirs later, so it counts for them."""
     bundle = tmp_path / "ca.pem"
     bundle.write_text("")
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(bundle))
