@@ -89,8 +89,10 @@ class Programs:
         """End the process."""
         if self._process is not None:
             assert self._process.stdin is not None
+            assert self._process.stdout is not None
             self._process.stdin.close()
             self._process.wait(60)
+            self._process.stdout.close()
 
     def _loaded(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
         """Return the process that forks; None: one with another environment is there already."""
