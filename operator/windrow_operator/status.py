@@ -363,7 +363,7 @@ def _without_rates(status: Mapping[str, Any]) -> Body:
     """Return `status` without what is true only while a worker reports."""
     after = {key: value for key, value in status.items() if key not in ("tokensPerSecond", "eta")}
     if "progress" in after:
-        rates = ("tokensPerSecond", "etaSeconds")
+        rates = ("tokensPerSecond", "etaSeconds", "joinedWith")
         after["progress"] = {k: v for k, v in after["progress"].items() if k not in rates}
     return after
 
@@ -376,6 +376,7 @@ def _numbers(progress: WorkerProgress) -> Body:
         "tokens": progress.tokens,
         "skippedRows": progress.skipped_rows,
         "cutRows": progress.cut_rows,
+        **({"joinedWith": progress.joined_with} if progress.joined_with else {}),
     }
     if math.isfinite(progress.loss):
         numbers["loss"] = progress.loss

@@ -42,6 +42,16 @@ def test_progress_can_wait_and_a_checkpoint_cannot():
     assert status.is_urgent(step, status.running(job(**step), saved, NOW))
 
 
+def test_a_job_says_beside_how_many_others_its_rows_run_as_long_as_it_is_so():
+    joined = run(progress=WorkerProgress(1, 10, 3.0, joined_with=2))
+    before = status.running(job(), joined, NOW)
+    assert before["progress"]["joinedWith"] == 2
+    alone = status.running(job(**before), run(progress=WorkerProgress(2, 10, 3.0)), NOW)
+    assert "joinedWith" not in alone["progress"]
+    lost = status.unplaced(job(**before), joined, "SlotLost", "it is gone", NOW)
+    assert "joinedWith" not in lost["progress"]
+
+
 def test_a_checkpoint_that_the_worker_does_not_repeat_stays_known():
     held = {"checkpoint": {"step": 5, "path": "/c5"}}
     after = status.running(job(**held), run(progress=WorkerProgress(6, 10, 2.0)), NOW)

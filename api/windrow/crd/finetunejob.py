@@ -411,6 +411,11 @@ class ProgressStatus(Record):
         description="Rows longer than training.maxSequenceLength, which have lost their end.",
     )
     eta_seconds: float | None = Field(default=None, description="Seconds to the end, estimated.")
+    joined_with: int | None = Field(
+        default=None,
+        description="Other jobs whose rows run in the same tasklets. Left out: none, its rows have "
+        "turns of their own, or the worker alone.",
+    )
 
 
 class CheckpointStatus(Record):
