@@ -31,8 +31,9 @@ from windrow_sidecar.compute.sharing import PIPE_DIRECTORY, WITHOUT_MPS
 FAKE = Path(__file__).with_name("fake_mps_control.py")
 FORMS = {**CASES, **WITHOUT_IMAGE}
 TEMPLATE = SidecarTemplate("10.0.0.1:8443", "PEM", "sidecar:1")
-# How the program behaves: what it does before it is the stand-in, how long decode may wait for it
-# (long where that must not matter), and why decode is not a client then; none: it is one.
+# By name: what the program does before it acts as the stand-in, how many seconds decode may wait
+# (many where the test is about something else), and the reasons that decode may report; an empty
+# set means that decode becomes a client.
 LONG, SHORT = "60", "0.2"
 DAEMONS: dict[str, tuple[str, str, set[str]]] = {
     "works": ("", LONG, set()),
@@ -47,11 +48,11 @@ DAEMONS: dict[str, tuple[str, str, set[str]]] = {
         # The question is answered, then the daemon is asked to quit; the next one finds no pipe.
         f'[ "$1" = -f ] || {{ python3 -S {FAKE}; echo quit | python3 -S {FAKE}; exit 0; }}\n',
         LONG,
-        # The latter where its process is still ending as it is looked at.
+        # The second reason is given while the process of the daemon still ends.
         {Reason.MPS_NOT_STARTED, Reason.OTHER_PIPE_DIRECTORY},
     ),
 }
-# A server: it serves once it runs, tells what it was given, and ends with a code of its own.
+# A server that prints what it was given, and ends with an exit code of its own.
 SERVER = (
     "import json, os, sys; print(json.dumps([sys.argv[1:], os.getcwd(), os.getuid(), "
     "dict(os.environ)])); sys.exit(7)"
@@ -76,7 +77,7 @@ def prepared(case: Case) -> dict[str, Any]:
     """Return the form's decode container as the webhook leaves it."""
     pod = decode_pod(case, "decode:1")
     found = None
-    # What answers in the webhook's place changes nothing; a quota without room refuses the sidecar.
+    # Whatever answers instead of the webhook changes nothing; an exact quota refuses the sidecar.
     sidecar = (case.policy or {}).get("sidecar", {})
     asks = case.policy is not None or case.asks
     if asks and not case.webhook and not (case.quota and sidecar.get("form") == "sidecar"):
