@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 _STOP_SECONDS = 0.7
 # Between two looks at a cluster that lacks something: doubled each time.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
-_COMPARED_S = 60.0
 # Of the metrics' port, which anybody may ask: longer than between two scrapes of most.
 _MOST_SILENT, _SILENT_FOR = 256, timedelta(minutes=2)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -214,7 +213,7 @@ class App:
         resync = Resync(self._kube, self.cluster, self._settings.namespaces)
         freed = False
         while True:
-            await asyncio.sleep(_COMPARED_S)
+            await asyncio.sleep(self._settings.listed_every.total_seconds())
             # Also while the API server is away.
             freed |= self._memory.collect(len(attach.sessions))
             try:

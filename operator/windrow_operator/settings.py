@@ -44,6 +44,7 @@ class Settings:
     offering: tuple[str, ...]  # namespaces whose policies are offered to every job
     timeouts: Timeouts
     trust_spread: timedelta  # until everyone trusts a new authority
+    listed_every: timedelta  # what a watch has missed is found by then
     log_json: bool
     verbose: bool
 
@@ -156,6 +157,13 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
         help="how long it may take until API server and sidecars trust a new authority; only then "
         "does it sign",
     )
+    parser.add_argument(
+        "--list-every-seconds",
+        type=_seconds,
+        default=60.0,
+        help="pause between two listings of all watched objects, which find what a watch has "
+        "missed (%(default)g)",
+    )
     parser.add_argument("--log-json", action="store_true", help="one JSON object per log line")
     parser.add_argument("--verbose", action="store_true", help="log debug messages")
     in_pod = "KUBERNETES_SERVICE_HOST" in environ
@@ -163,6 +171,16 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
     host = socket.gethostname()  # in a pod its name
     options.identity = options.identity or (host if in_pod else f"{host}_{uuid.uuid4().hex[:8]}")
     return _settings(options, in_pod=in_pod)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from error
+    if not 1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 3600 seconds")
+    return seconds
 
 
 def _settings(options: argparse.Namespace, *, in_pod: bool) -> Settings:
@@ -199,6 +217,7 @@ def _settings(options: argparse.Namespace, *, in_pod: bool) -> Settings:
             backoff_base=timedelta(seconds=options.backoff_base_seconds),
         ),
         trust_spread=timedelta(seconds=options.trust_spread_seconds),
+        listed_every=timedelta(seconds=options.list_every_seconds),
         log_json=options.log_json,
         verbose=options.verbose,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from api_proxy import ApiProxy, Fault
-from operator_process import HURRIED, Cluster, OperatorProcess, install_crds, running
+from operator_process import HURRIED, LISTS_OFTEN, Cluster, OperatorProcess, install_crds, running
 from waiting import wait_until
 
 from windrow.crd import FINETUNE_JOB, HARVEST_POLICY
@@ -25,6 +25,7 @@ def cluster(kube, namespace, proxy, tmp_path):
         proxy.kubeconfig,
         tmp_path,
         *HURRIED,
+        *LISTS_OFTEN,
     )
     operator.start()
     made = Cluster(kube, namespace, operator)
@@ -94,7 +95,7 @@ def test_a_watch_that_tells_of_nothing_is_made_up_for_by_a_listing(cluster, slot
     proxy.faults.append(silence)
     cluster.job()
     wait_until(lambda: silence.hit, "something that the watch does not tell")
-    # The listing comes once a minute, and waits five seconds for what a watch may still tell.
+    # The next listing waits five seconds for what a watch may still tell.
     wait_until(lambda: cluster.status().get("epoch"), "a placement", seconds=120)
     proxy.faults.clear()
     proxy.break_watches()

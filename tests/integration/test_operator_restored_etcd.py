@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import urllib3
 from kubernetes import client, config
-from operator_process import HURRIED, Cluster, OperatorProcess, install_crds, running
+from operator_process import HURRIED, LISTS_OFTEN, Cluster, OperatorProcess, install_crds, running
 from waiting import wait_until
 
 from windrow_lab.controlplane.server import ControlPlane, ControlPlaneSettings
@@ -93,6 +93,7 @@ def cluster(plane, store, tmp_path):
             plane.kubeconfig,
             tmp_path,
             *HURRIED,
+            *LISTS_OFTEN,
         )
         operator.start()
         made = Cluster(kube, "team", operator)
@@ -136,7 +137,7 @@ def test_what_runs_goes_on_and_what_the_snapshot_does_not_know_ends(cluster, sto
             return False
 
     wait_until(serves, "the snapshot is served")
-    # A watch that holds a version of the future tells of nothing; a listing comes once a minute.
+    # A watch that holds a version of the future tells of nothing; a listing makes up for it.
     wait_until(
         lambda: any(m.WhichOneof("message") == "command" for m in other.told),
         "the job that nobody knows is ended",
