@@ -84,6 +84,8 @@ def _environment(folder: Path) -> dict[str, str]:
         **os.environ,
         **environment_of(folder),
         "WINDROW_SHIM_UNFILLED": "1",
+        # The shim knows the calls of Triton's own launcher, and not those of Inductor's.
+        "TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0",
         "WINDROW_SHIM_MEMORY": str(_MEMORY),
         "WINDROW_STANDIN_MEMORY": str(_MEMORY),
         "WINDROW_STANDIN_MPS": "1",
@@ -124,6 +126,8 @@ def _results(rows: int, found: dict[str, Any]) -> list[Result]:
         name = f"{arm} {shape}: launches of the optimizer's step"
         results.append(Result(name, taken, "launches", "lower", most))
     for arm, other, goal in GOALS:
+        if arm not in us:  # layers are not compiled where there is no compiler
+            continue
         value, name = us[arm][0] / us[other][0], f"{arm} {shape} against {other}"
         base = Baseline(other, us[other][0])
         results.append(Result(name, value, "x", "lower", goal, None, base))
