@@ -1,4 +1,4 @@
-"""Where the host time of a recompute plan goes, over the shim (see `host_cost`): arms in turns.
+"""Measure where the host time of a recompute plan goes, over the shim: arms in turns.
 
 The dedicated worker's eager layers without a plan; with autograd's hooks that hand each tensor
 back; under a plan that keeps everything; under one that keeps half, which runs operations again.
