@@ -28,13 +28,16 @@ def goes_on(pod: Pod, worker, *uids: str) -> None:
 
 
 def test_jobs_are_joined_leave_every_chunk_come_back_and_end_each_for_itself(pod):
-    worker, arena = started_on_gpu(pod, within=WITHIN_S, maxSteps=100_000), pod.decode.arena
+    worker, arena = (
+        started_on_gpu(pod, within=WITHIN_S, maxSteps=100_000, packing=False),
+        pod.decode.arena,
+    )
     ends = lambda uid, kind: until(  # noqa: E731
         lambda: kind in pod.agent.kinds(uid), within=WITHIN_S, pod=pod, worker=worker
     )
     goes_on(pod, worker, UID)
-    out = pod.write_job("second", maxSteps=3)
-    pod.write_job("third", maxSteps=100_000)
+    out = pod.write_job("second", maxSteps=3, packing=False)
+    pod.write_job("third", maxSteps=100_000, packing=False)
     for uid in ("second", "third"):
         pod.take(uid)
     ends("second", "SUCCEEDED")
