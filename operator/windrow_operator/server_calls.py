@@ -143,13 +143,13 @@ class Servers:
             )
             await self._behind()
             loading = self._load(instance, name, path, pinned=pinned)
-            outcomes = await asyncio.gather(leaving, loading, return_exceptions=True)
+            await asyncio.gather(leaving, loading, return_exceptions=True)
             now = (await self._loaded(instance)).get(name)
             if now == path:
                 return
-            failed = [one for one in outcomes if isinstance(one, BaseException)]
-            if now is None and failed:
-                raise failed[-1]
+            if now is None:  # refused: for good, or because it reached the server first
+                await self._load(instance, name, path, pinned=pinned)
+                return
         raise NotLoaded(
             f"{instance.key} has the version before under {name} again: requests for it came first"
         )

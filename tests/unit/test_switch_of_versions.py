@@ -103,11 +103,30 @@ class InOrder(Servers):
         self._server.gone.clear()
 
 
-def scene(act) -> None:
+class LoadsFirst(LikeSGLang):
+    """A server that is reached by a switch's load before its unload."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._refused = asyncio.Event()
+
+    async def load(self, name: str, path: str) -> str:
+        why = await super().load(name, path)
+        if why:
+            self._refused.set()
+        return why
+
+    async def unload(self, name: str) -> None:
+        self.gone.set()
+        await self._refused.wait()
+        await super().unload(name)
+
+
+def scene(act, kind=LikeSGLang) -> None:
     """Run `act(server, switch)`; `switch` has the server's name point to a directory."""
 
     async def run() -> None:
-        server = LikeSGLang()
+        server = kind()
         runner = web.AppRunner(server.app())
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -165,3 +184,11 @@ def test_a_server_on_which_requests_always_come_first_keeps_the_old_version_and_
         assert await server.answer(NAME) == ONE
 
     scene(act)
+
+
+def test_a_load_that_reaches_the_server_first_is_sent_again():
+    async def act(server, switch):
+        await switch(TWO)
+        assert (server.names, server.unloads) == ({NAME: TWO}, 1)
+
+    scene(act, LoadsFirst)
