@@ -172,7 +172,8 @@ class InChunks(LentAllocations):
         self.session = open_alone(example_job(folder, microBatchSize=1), base=base)
         self.residents = Residents(self.frozen)
         self.memory.residents = self.residents
-        self.memory.serve(self.session.stream, self.session.activation_budget)
+        self.tenancy = self.memory.tenancy()
+        self.of_job = self.tenancy.serve(self.session.stream, self.session.activation_budget)
 
     def _slot(self, n_bytes: int) -> torch.Tensor:
         address = self.allocator.allocate(n_bytes)
@@ -181,12 +182,12 @@ class InChunks(LentAllocations):
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def may_run(self, tasklet) -> bool:
-        self.memory.settle()
-        return not self.memory.starving(tasklet)
+        self.of_job.settle()
+        return not self.of_job.starving(tasklet)
 
     def close(self) -> None:
         self.frozen.close()
-        self.memory.release()
+        self.of_job.release()
         super().close()
 
 
@@ -203,7 +204,7 @@ def test_layers_leave_first_and_the_group_on_its_way_goes_on(in_chunks, expected
     def may_run(tasklet) -> bool:
         if len(ran) % 9 == 5:  # decode needs one of two chunks, in the middle of a group
             in_chunks.decode.revoke(1)
-            in_chunks.memory.settle()
+            in_chunks.of_job.settle()
             assert in_chunks.decode.draining(WORKER) == []
             assert len(in_chunks.decode.held(WORKER)) == 1
             assert in_chunks.residents.layers <= 2
@@ -221,10 +222,10 @@ def test_without_room_for_two_layers_the_worker_says_that_it_starves(in_chunks):
     assert in_chunks.may_run(stream.peek())
     stream.run(stream.peek())
     in_chunks.decode.revoke(2)
-    in_chunks.memory.settle()
+    in_chunks.of_job.settle()
     assert in_chunks.decode.held(WORKER) == []
     assert in_chunks.residents.layers == 0
-    assert in_chunks.memory.starving(stream.peek())
+    assert in_chunks.of_job.starving(stream.peek())
     in_chunks.decode.lend(1, owner=WORKER)
     assert in_chunks.may_run(stream.peek())
 
@@ -237,10 +238,10 @@ def test_as_many_layers_are_held_as_lent_memory_has_room_for(in_chunks):
         assert in_chunks.may_run(stream.peek())
         stream.run(stream.peek())
     in_chunks.decode.revoke(1)
-    in_chunks.memory.settle()
+    in_chunks.of_job.settle()
     assert in_chunks.frozen.capacity == 2, "one chunk has room for two"
     in_chunks.decode.lend(3, owner=WORKER)
     while not stream.between_micro_batches:
         stream.run(stream.peek())
-    in_chunks.memory.settle()
+    in_chunks.of_job.settle()
     assert in_chunks.frozen.capacity == in_chunks.frozen.depth, "more than were there at first"
