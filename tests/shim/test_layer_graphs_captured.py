@@ -31,7 +31,7 @@ decode = Arena.create(geometry, reserved_chunks=0, driver="cuda")
 decode.lend(64, owner=7)
 decode.serve(path := sys.argv[1] + "/a.sock")
 slot = slot_device(Arena.attach(path), 7, WholeDevice("finetune", 2), {})
-budget = slot.memory._budget
+budget = slot.memory.budget
 slot.memory.settle()
 slot.partition.activate(slot.partition.levels()[-1])
 fused_layer.why_not = lambda _: "torch's operators are captured sooner"

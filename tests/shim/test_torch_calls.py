@@ -157,7 +157,7 @@ def test_cublas_takes_little_of_what_is_lent_and_gives_it_back(shim, tmp_path, k
     code = """
 from windrow_sidecar.compute.cuda import CudaPartition
 partition = CudaPartition("finetune")
-used = slot.memory._budget.used_bytes
+used = slot.memory.budget.used_bytes
 for level in partition.levels()[:2]:
     partition.activate(level)
     a = torch.empty(64, 64, device=gpu)

@@ -143,6 +143,7 @@ def test_no_job_changes_the_environment_of_a_worker():
     found = {name for name in found if not name.startswith("in_engine/")}  # as the engine starts
     assert found == {
         "worker.py",  # as it is imported
+        "adapter/layer_compiler.py",  # where compiled code is kept: the same for every job
         "data/readers.py",  # a process that reads the rows of one job
         "job/tracking_client.py",  # a process that reports one job
         "job/scalars.py",  # how much TensorBoard's library writes

@@ -84,7 +84,8 @@ def test_the_workers_own_settings_say_which_store_it_is(monkeypatch, nobody):
         "[default]\nservices = mine\n[services mine]\ns3 =\n  endpoint_url = https://x\n"
     )
     assert storage_options("s3://b/k", Credentials()) == {"config_kwargs": PLAIN}
-    assert storage_options("https://host/k", Credentials()) == {}
+    of_http = {"client_kwargs": {"trust_env": True}}  # which is about proxies
+    assert storage_options("https://host/k", Credentials()) == of_http
 
 
 def test_what_is_set_already_counts(monkeypatch, nobody):

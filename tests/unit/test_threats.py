@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Of what is tried on parts, and of what is tried on a real API server.
-TABLES = ("| who tries | what | what stops it | test |", "| who | what | test |")
+TABLES = ("| attacker | attempt | protection | test |", "| attacker | attempt | test |")
 TESTS = re.compile(r"^\s*(?:async )?def (test_\w+)\(", re.MULTILINE)
 DEFINED = frozenset(
     name for path in (ROOT / "tests").rglob("test_*.py") for name in TESTS.findall(path.read_text())
