@@ -26,6 +26,7 @@ from windrow_sidecar.testing.equality import (
     small_rows,
     small_spec,
     stream_of,
+    summed_gradients,
     tuned_model,
 )
 from windrow_sidecar.testing.rounding import apart, in_type_of, no_farther
@@ -51,11 +52,7 @@ def programs_of(stack):
 def gradients_of(stream):
     while stream.peek().phase is not Phase.OPTIMIZER:
         stream.run(stream.peek())
-    return {
-        name.removeprefix("sum/"): tensor.clone()
-        for name, tensor in stream.tensors().items()
-        if name.startswith("sum/")
-    }
+    return summed_gradients(stream)
 
 
 def test_without_a_compiler_layers_run_eagerly_and_one_line_says_why(caplog):

@@ -22,6 +22,7 @@ from windrow_sidecar.testing.equality import (
     small_rows,
     small_spec,
     stream_of,
+    summed_gradients,
     tuned_model,
 )
 from windrow_sidecar.testing.models import save_random_llama
@@ -61,7 +62,7 @@ def tuned_of(folder, dtype, adapter=None):
 
 def in_one_pass(tuned, cut, decode):
     """Run the first batch with a decode step in each forward; its gradients, and all logits."""
-    gradients, logits, joined = {}, [], 0
+    logits, joined = [], 0
     with in_type_of(tuned):
         stream = stream_of(tuned, small_rows(), cut)
         seat = RiderSeat()
@@ -79,9 +80,7 @@ def in_one_pass(tuned, cut, decode):
                 seat.riding = None
                 for request in decode.batch:
                     request.kv.n_tokens -= 1
-        for name, tensor in stream.tensors().items():
-            if name.startswith("sum/"):
-                gradients[name.removeprefix("sum/")] = tensor.clone()
+        gradients = summed_gradients(stream)
     return gradients, logits, joined
 
 

@@ -23,6 +23,7 @@ from windrow_sidecar.testing.equality import (
     small_rows,
     small_spec,
     stream_of,
+    summed_gradients,
     tuned_model,
 )
 from windrow_sidecar.testing.models import save_random_llama
@@ -99,7 +100,7 @@ def test_one_pass_has_pefts_gradients_and_the_logits_of_the_step(
     theirs = pefts_gradients(resident_model(folder, adapter), small_rows())
     alone = decode_of(torch.float64, 0).apart()
     tuned, layers = tuned_over(folder, decode, adapter), decode.streamed.layers
-    gradients, logits, orders = {}, [], []
+    logits, orders = [], []
     with in_type_of(tuned):
         cut = Cut(
             program="packed",
@@ -125,9 +126,7 @@ def test_one_pass_has_pefts_gradients_and_the_logits_of_the_step(
             orders.append((tasklet.phase, tasklet.layer))
             stream.run(tasklet)
             assert within_budget(decode)
-        for name, tensor in stream.tensors().items():
-            if name.startswith("sum/"):
-                gradients[name.removeprefix("sum/")] = tensor.clone()
+        gradients = summed_gradients(stream)
     assert apart(gradients, theirs).by_rounding
     assert logits
     for fused in logits:

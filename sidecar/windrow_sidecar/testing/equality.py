@@ -163,11 +163,16 @@ def our_gradients(tuned: Any, rows: tuple[Example, ...], cut: Cut) -> dict[str, 
         stream = stream_of(tuned, rows, cut)
         while (tasklet := stream.peek()) is not None and tasklet.phase is not Phase.OPTIMIZER:
             stream.run(tasklet)
-        return {
-            name.removeprefix("sum/"): tensor.clone()
-            for name, tensor in stream.tensors().items()
-            if name.startswith("sum/")
-        }
+        return summed_gradients(stream)
+
+
+def summed_gradients(stream: TaskletStream) -> dict[str, Tensor]:
+    """Return the gradients that a stream has summed, by parameter: copies, [...] in its shape."""
+    return {
+        name.removeprefix("sum/"): tensor.clone()
+        for name, tensor in stream.tensors().items()
+        if name.startswith("sum/")
+    }
 
 
 def pefts_gradients(

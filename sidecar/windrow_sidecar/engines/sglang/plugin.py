@@ -317,7 +317,7 @@ class Plugin:
 
     def run_batch(self, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
         """Decide before each batch."""
-        if self.ranks is not None and self.ranks.meter is not None:
+        if self.ranks is not None:
             self.ranks.meter.begin()
         if self.harvest is not None and not self.off:
             self._guarded_step(self.harvest.before_batch, scheduler, batch)
@@ -330,7 +330,7 @@ class Plugin:
         *_: Any,  # noqa: ANN401
     ) -> None:
         """Account after each batch."""
-        if self.ranks is not None and self.ranks.meter is not None:
+        if self.ranks is not None:
             self.ranks.meter.end()
         if self.harvest is not None and not self.off:
             self._guarded_step(self.harvest.after_batch, batch)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -71,7 +71,7 @@ class SchedulerRanks:
         move: puts this rank on so many units; raises InvariantBroken where it cannot.
         chunks: of this rank's arena, once its KV has one.
         lending: what this rank does of what is decided on chunks; None: none is lent.
-        meter: of this rank's passes, once it is open.
+        meter: of this rank's passes; counts nothing until it is open.
     """
 
     rank: int
@@ -81,7 +81,7 @@ class SchedulerRanks:
     move: Callable[[int], None] = lambda units: None
     chunks: RankChunks | None = None
     lending: LendingRank | None = None
-    meter: RankMeter | None = None
+    meter: RankMeter = field(default_factory=RankMeter)
     _asked: RankOrder = _NOTHING
 
     def open(self, partition: Partition) -> None:

@@ -17,6 +17,7 @@ from windrow_sidecar.finetune.data.encoding import Rendered, encode
 from windrow_sidecar.finetune.data.request_form import RequestsOf, rows_are
 from windrow_sidecar.finetune.data.row_limit import bounded
 from windrow_sidecar.finetune.data.split import Example
+from windrow_sidecar.finetune.data.tally import Tally
 
 _NAMED = 10  # fields in one sentence
 # Of one row: tokenizers in Python do some 10^5 characters a second, those in Rust 10^6.
@@ -58,17 +59,17 @@ class RowTokenizer:
             now=now,
             stops=tuple(tokenizer.convert_ids_to_tokens(sorted(self._stops))),
         )
-        self._endless, self._first_endless = 0, ""
+        self._endless = Tally()
         self._pruned = 0  # rows of which nulls, or lists of no calls, were left out
-        self._as_served, self._first_as_served = 0, ""
+        self._as_served = Tally()
         # What the tokenizer puts before a text, and rows that have it already.
         self._begin = _put_before(tokenizer)
         self._begun = 0
         self.characters = 0  # of the texts so far
         self.cut = 0  # rows so far that were longer than that
         self._longest, self._longest_at = 0, ""
-        self._blank, self._first_blank = 0, ""
-        self._equal, self._first_equal = 0, ""
+        self._blank = Tally()
+        self._equal = Tally()
 
     def examples(self, row: DatasetRow) -> tuple[Example, ...]:
         """Return the row's tokens; of a row of preferences the chosen answer, then the rejected.
@@ -80,8 +81,7 @@ class RowTokenizer:
             return (self.example(row),)
         pair = (self.example(row), self.example(row.rejected))
         if pair[0].ids == pair[1].ids:
-            self._equal += 1
-            self._first_equal = self._first_equal or row.where
+            self._equal.add(row.where)
         return pair
 
     def example(self, row: DatasetRow) -> Example:
@@ -94,8 +94,7 @@ class RowTokenizer:
         rendered = self._chat(row) if row.turns else self._plain(row)
         self._pruned += row.pruned
         if row.as_served:
-            self._as_served += 1
-            self._first_as_served = self._first_as_served or row.where
+            self._as_served.add(row.where)
         self.characters += len(rendered.text)
         _check_is_text(rendered.text, row.where)
         seconds = _ENCODE_CPU_S + len(rendered.text) / _ENCODED_PER_S
@@ -109,11 +108,9 @@ class RowTokenizer:
         if made.targets == 0:
             raise _nothing_left(row.where, len(ids), self._max_length)
         if not row.turns and not row.answer.strip():
-            self._blank += 1
-            self._first_blank = self._first_blank or row.where
+            self._blank.add(row.where)
         if len(ids) <= self._max_length and self._stops.isdisjoint(labels):
-            self._endless += 1
-            self._first_endless = self._first_endless or row.where
+            self._endless.add(row.where)
         if len(ids) > self._max_length:
             self.cut += 1
             if len(ids) > self._longest:
@@ -144,13 +141,13 @@ class RowTokenizer:
             )
         if self._blank:
             yield (
-                f"{rows_are(self._blank)} completed by blanks alone (first {self._first_blank}): "
-                "the model learns to say nothing there"
+                f"{rows_are(self._blank.count)} completed by blanks alone (first "
+                f"{self._blank.first}): the model learns to say nothing there"
             )
         if self._equal:
             yield (
-                f"{self._equal} pairs have the same tokens in both answers (first "
-                f"{self._first_equal}), from which nothing is learnt"
+                f"{self._equal.count} pairs have the same tokens in both answers (first "
+                f"{self._equal.first}), from which nothing is learnt"
             )
         if unread := self._conversations.unread.most_common(_NAMED):
             named = ", ".join(f"{name} ({n})" for name, n in unread)
@@ -188,9 +185,9 @@ class RowTokenizer:
             )
         if self._as_served:
             yield (
-                f"tools of {self._as_served} rows are given to the chat template as servers take "
-                f"them, a function in `function`, parameters as an object (first "
-                f"{self._first_as_served})"
+                f"tools of {self._as_served.count} rows are given to the chat template as servers "
+                f"take them, a function in `function`, parameters as an object (first "
+                f"{self._as_served.first})"
             )
         yield from self._requests.notes()
         if unasked := self._conversations.unasked:
@@ -236,11 +233,11 @@ class RowTokenizer:
         )
 
     def _of_endless(self) -> str:
-        learnt = f"nothing teaches the model to stop in {self._endless} rows"
+        learnt = f"nothing teaches the model to stop in {self._endless.count} rows"
         if self._tokenizer.eos_token_id is None:
             return f"{learnt}: the model's tokenizer names no EOS (eos_token)"
         names = ", ".join(self._tokenizer.convert_ids_to_tokens(sorted(self._stops)))
-        return f"{learnt} (first {self._first_endless}): none of {names} is learnt there"
+        return f"{learnt} (first {self._endless.first}): none of {names} is learnt there"
 
     def _plain(self, row: DatasetRow) -> Rendered:
         text = row.prompt + row.answer
